@@ -1,0 +1,37 @@
+"""labutils: what the four training-optimisation notebooks share. Attributes load on first use, so importing is free."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "checks": "checks",
+    "numerics": "numerics",
+    "plotting": "plotting",
+    **dict.fromkeys(("Config", "ConfigError", "load_config"), "config"),
+    **dict.fromkeys(("batches", "load_corpus", "padded_batches"), "data"),
+    **dict.fromkeys(("choose_device", "setup"), "device"),
+    **dict.fromkeys(("build_model", "count_targets", "lm_loss_sum", "flops_per_token"), "models"),
+    **dict.fromkeys(("autocast", "grad_scaler", "matmul_rate", "support", "tf32"), "precision"),
+    **dict.fromkeys(("free_memory", "measure_step", "peak_bytes"), "memory"),
+    **dict.fromkeys(("compare", "find_runs", "load_record", "readable", "reference_runs"), "records"),
+    **dict.fromkeys(("evaluate", "train"), "training"),
+    **dict.fromkeys(("run_experiment", "run_experiments"), "experiment"),
+}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'labutils' has no attribute {name!r}; it has: {', '.join(__all__)}")
+    module = importlib.import_module(f"labutils.{_MODULE_OF[name]}")
+    value = module if name == _MODULE_OF[name] else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+"""`python -m labutils`."""
+
+from labutils.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Benchmarks, apart from the course: `python -m labutils bench`."""

@@ -1,0 +1,201 @@
+"""The command line: run, compare and check experiments, look at this machine, execute the notebooks.
+
+Exit codes: 0 done; 1 it could not be done, the reason is on stderr; 2 the command itself is wrong; 130 Ctrl-C.
+Nothing here imports torch before a command needs it: `check` answers in well under a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from labutils.config import CONFIGS_DIR, ConfigError, find_config, load_config, parse_overrides
+from labutils.records import REPO_DIR, RecordError, RunRecord, compare, find_runs, load_record, readable, runs_dir
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, `head` say, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ConfigError, RecordError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m labutils", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, command: object, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    run = add("run", _run, "train one experiment and save its record in runs/")
+    run.add_argument("config", help="a YAML file, or a short name such as bf16")
+    run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")
+    run.add_argument("--rerun", action="store_true", help="train even if an equal run is recorded")
+    add("runs", _runs, "list the recorded runs, oldest first")
+    comparing = add("compare", _compare, "compare recorded runs; the first is the baseline")
+    comparing.add_argument("run", nargs="+", help="a name (its newest run), an id, or a record's path")
+    comparing.add_argument("--csv", action="store_true", help="print CSV")
+    check = add("check", _check, "check config files, without running anything")
+    check.add_argument("config", nargs="+")
+    new = add("new", _new, "copy a config to configs/my_NAME.yaml, which git ignores, to edit")
+    new.add_argument("name")
+    new.add_argument("--from", dest="source", default="fp32", help="the config to copy (fp32)")
+    add("doctor", _doctor, "say what this machine can train, and what is wrong with its set-up")
+    labs = add("labs", _labs, "execute the notebooks on this machine; results go to runs/")
+    labs.add_argument("notebook", nargs="*", help="some of them only")
+    labs.add_argument("--in-place", action="store_true", help="for maintainers: write the outputs back, from a CPU run")
+    bench = add("bench", _bench, "compare labutils.train with a bare training loop on the same batches")
+    bench.add_argument("--quick", action="store_true", help="few steps: tests the harness, not the speed")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = load_config(options.config, **parse_overrides(options.pairs))
+    from labutils.data import DataError
+    from labutils.device import setup
+    from labutils.experiment import run_experiment
+    from labutils.models import WeightsUnavailable
+    from labutils.precision import PrecisionUnsupported
+
+    try:
+        record = run_experiment(config, where=setup(), rerun=options.rerun)
+    except (DataError, PrecisionUnsupported, WeightsUnavailable) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if record.series.loss:
+        print(_summary([record]).to_string())
+    return {"completed": 0, "interrupted": 130}.get(record.outcome, 1)
+
+
+def _summary(records: Sequence[RunRecord]):
+    import pandas as pd
+
+    def row(r: RunRecord) -> dict:
+        return {
+            "run": f"{r.name}-{r.id}",
+            "note": r.note[:40],
+            "device": r.environment.get("device", "")[:30],
+            "outcome": r.outcome,
+            "steps": len(r.series.loss),
+            "tokens/s": f"{r.timing.tokens_per_s:.0f}" if r.timing else "–",
+            "peak MiB": f"{r.memory.peak_bytes / 2**20:.1f}" if r.memory else "–",
+            "loss": f"{r.series.loss[-1]:.4f}" if r.series.loss else "–",
+            "held-out": f"{r.held_out[-1][1]:.4f}" if r.held_out else "–",
+        }
+
+    return pd.DataFrame([row(r) for r in records]).set_index("run")
+
+
+def _runs(_: argparse.Namespace) -> int:
+    records, damaged = find_runs()
+    print(_summary(records).to_string() if records else f"no runs yet in {runs_dir()}")
+    for line in damaged:
+        print(line, file=sys.stderr)
+    return 1 if damaged else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    records = [load_record(run) for run in options.run]
+    if len({r.name for r in records}) < len(records):  # two runs of one name: the id tells them apart
+        records = [r.model_copy(update={"name": f"{r.name}-{r.id}"}) for r in records]
+    table = compare(records, baseline=records[0].name)
+    if options.csv:
+        print(table.to_csv(), end="")
+    else:
+        print(readable(table).to_string())
+    for note in table.attrs["notes"]:
+        print(note, file=sys.stderr)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    failed = 0
+    for path in options.config:
+        try:
+            load_config(path)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            failed = 1
+        else:
+            print(f"{path}: ok")
+    return failed
+
+
+def _new(options: argparse.Namespace) -> int:
+    name = options.name.removeprefix("my_").removesuffix(".yaml")
+    target = CONFIGS_DIR / f"my_{name}.yaml"
+    source = find_config(options.source)
+    config = load_config(source)
+    lines = source.read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("name:"))
+    lines[start] = f"name: {name}"
+    header = [
+        f"# my_{name}.yaml — a copy of {source.name} to edit; git ignores it.",
+        f"# Run: python -m labutils run configs/my_{name}.yaml",
+    ]
+    editor = [line for line in lines[:start] if "yaml-language-server" in line]
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write("\n".join([*header, *editor, *lines[start:]]) + "\n")
+    except FileExistsError:
+        print(f"{target.name} exists already; choose another name, or delete it first", file=sys.stderr)
+        return 1
+    try:
+        load_config(target)
+    except ConfigError as error:
+        target.unlink()
+        print(error, file=sys.stderr)
+        return 1
+    print(
+        f"wrote configs/{target.name}, from {config.name}. Edit it, then: python -m labutils run configs/{target.name}"
+    )
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    import torch
+
+    from labutils.device import choose_device, diagnose, environment, gpu_facts
+    from labutils.precision import PRECISIONS, support
+
+    problem = diagnose(gpu_facts())
+    device = choose_device()
+    for key, value in environment(device).items():
+        print(f"{key:15s} {value}")
+    for name in PRECISIONS:
+        answer = support(name, device)
+        print(f"{name:15s} {'slow' if answer.slow else 'yes' if answer.ok else 'no':5s} {answer.reason}")
+    print(f"{'runs':15s} {runs_dir()}")
+    if problem:
+        print(f"\nA GPU is not used: {problem}", file=sys.stderr)
+    elif device.type == "cpu":
+        print(f"\nNo NVIDIA GPU found. Everything runs on the CPU, with smaller sizes. torch: {torch.__version__}")
+    return 1 if problem else 0
+
+
+def _labs(options: argparse.Namespace) -> int:
+    from labutils.notebooks import execute
+
+    chosen = [Path(n) for n in options.notebook] or sorted(REPO_DIR.glob("0*.ipynb"))
+    results = [execute(path, in_place=options.in_place) for path in chosen]
+    return 0 if all(results) else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from labutils.bench.loop_overhead import main as bench
+
+    return bench(quick=options.quick)

@@ -1,0 +1,174 @@
+"""Which device trains, what it is, and why a GPU that is there may not be usable (`python -m labutils doctor`)."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+INSTALL_CUDA_TORCH = (
+    f"{Path(sys.executable).name} -m pip install --force-reinstall torch==2.13.0  "
+    "(or the command that pytorch.org/get-started/locally gives for your system)"
+)
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What decides whether an NVIDIA card can be used; gathered by `gpu_facts`, judged by `diagnose`."""
+
+    cards: tuple[str, ...]  # names that the driver lists, whether or not torch can use them
+    torch_cuda: str | None  # the CUDA version torch was built for; None for a CPU build
+    usable: bool  # torch.cuda.is_available()
+    init_error: str = ""  # what torch says when it is not
+    capability: tuple[int, int] | None = None
+    arch_list: tuple[str, ...] = ()
+    hidden: bool = False  # CUDA_VISIBLE_DEVICES is set to nothing
+
+
+def gpu_facts() -> GpuFacts:
+    """Ask the driver (nvidia-smi) and torch. Starts no training and allocates nothing on the card."""
+    usable = torch.cuda.is_available()
+    error = ""
+    if not usable and torch.version.cuda:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as problem:
+            error = str(problem)
+    return GpuFacts(
+        cards=_driver_cards(),
+        torch_cuda=torch.version.cuda,
+        usable=usable,
+        init_error=error,
+        capability=torch.cuda.get_device_capability() if usable else None,
+        arch_list=tuple(torch.cuda.get_arch_list()) if usable else (),
+        hidden=os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"),
+    )
+
+
+def _driver_cards() -> tuple[str, ...]:
+    """Return the cards nvidia-smi lists; none where there is no driver or it does not answer in ten seconds."""
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return ()
+    command = [program, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip()) if answer.returncode == 0 else ()
+
+
+def diagnose(facts: GpuFacts) -> str | None:
+    """Return why a card that is present cannot be used, and the command that mends it; None if there is no problem."""
+    if facts.usable:
+        return _unsupported_architecture(facts)
+    if not facts.cards:
+        return None
+    card = facts.cards[0]
+    if facts.hidden:
+        return f"{card} is hidden: CUDA_VISIBLE_DEVICES is set to nothing. Mend: unset CUDA_VISIBLE_DEVICES"
+    if facts.torch_cuda is None:
+        return f"{card} is present, but this torch is a CPU build. Mend: {INSTALL_CUDA_TORCH}"
+    if "driver" in facts.init_error and "old" in facts.init_error:
+        return (
+            f"{card} is present, but its driver is too old for torch's CUDA {facts.torch_cuda}. Mend: update the "
+            "NVIDIA driver (nvidia.com/drivers), or install a torch built for an older CUDA (pytorch.org)"
+        )
+    return f"{card} is present, but torch cannot start CUDA: {facts.init_error or 'no reason given'}. Try: nvidia-smi"
+
+
+def _unsupported_architecture(facts: GpuFacts) -> str | None:
+    """A card runs machine code of its own major version up to its minor one, or later-compiled PTX of any older one."""
+    major, minor = facts.capability
+    binaries = [_arch(a) for a in facts.arch_list if a.startswith("sm_")]
+    ptx = [_arch(a) for a in facts.arch_list if a.startswith("compute_")]
+    if any(m == major and n <= minor for m, n in binaries) or any(arch <= (major, minor) for arch in ptx):
+        return None
+    return (
+        f"{facts.cards[0] if facts.cards else 'The GPU'} has compute capability {major}.{minor}; this torch has code "
+        f"for {', '.join(facts.arch_list)} only. Mend: install a torch that supports the card (pytorch.org), "
+        "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+    )
+
+
+def _arch(name: str) -> tuple[int, int]:
+    digits = "".join(c for c in name.split("_")[1] if c.isdigit())
+    return int(digits[:-1]), int(digits[-1])
+
+
+def choose_device() -> torch.device:
+    """Return the CUDA device if torch can really use it, else the CPU."""
+    facts = gpu_facts()
+    return torch.device("cuda" if facts.usable and diagnose(facts) is None else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the processor's or the card's product name, with the CPU's instruction set as torch uses it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()} ({torch.get_num_threads()} threads, {cpu_capability()})"
+
+
+def cpu_capability() -> str:
+    """Return the instruction sets torch may use on this CPU, capped by ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA."""
+    cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return torch.backends.cpu.get_cpu_capability() + (f", oneDNN capped to {cap}" if cap else "")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return what a record says about the machine: device, driver and library versions, all as text."""
+    facts = {
+        "device": device_name(device),
+        "device_type": device.type,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "numpy": version("numpy"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["capability"] = f"{properties.major}.{properties.minor}"
+        facts["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.1f}"
+        facts["cuda"] = torch.version.cuda
+        facts["driver"] = _driver_version()
+    return facts
+
+
+def _driver_version() -> str:
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return "unknown"
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return answer.stdout.split("\n")[0].strip() or "unknown"
+
+
+def setup() -> torch.device:
+    """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
+
+    Also tells pandas not to cut the reasons in our tables short.
+    """
+    pd.set_option("display.max_colwidth", None, "display.width", 200)
+    device = choose_device()
+    if problem := diagnose(gpu_facts()):
+        print(f"!! A GPU IS NOT USED: {problem}\n")
+    print(", ".join(f"{key} {value}" for key, value in environment(device).items() if key != "device_type"))
+    return device

@@ -1,0 +1,251 @@
+"""From a config to a saved record: a thin layer that builds the model, data and optimizer and calls `train`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from labutils import data, device, memory, models, precision
+from labutils.config import Config, load_config
+from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id
+from labutils.training import to_device, train
+
+UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
+HELD_OUT_BATCHES = 4
+
+
+def learning_rate_at(step: int, config: Config) -> float:
+    """Return the rate of optimizer step `step` (from 0): linear warm-up, then constant or cosine to a tenth."""
+    if step < config.lr_warmup_steps:
+        return config.learning_rate * (step + 1) / config.lr_warmup_steps
+    if config.lr_schedule == "constant":
+        return config.learning_rate
+    progress = (step - config.lr_warmup_steps) / max(1, config.steps - config.lr_warmup_steps)
+    return config.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return the config's optimizer; weight decay acts on matrices only, not on biases and layer norms."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    implementation = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for_loop": {"foreach": False}}
+    chosen = implementation[config.optimizer_impl]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9, **chosen)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), **chosen)
+
+
+def build_corpus(config: Config) -> data.Corpus:
+    """Return the config's text, with enough tokens for its steps if the source has them."""
+    tokenizer = models.pretrained_tokenizer(config.model) if config.weights == "pretrained" else None
+    trained = config.steps * config.tokens_per_step
+    return data.load_corpus(
+        config.corpus,
+        vocab_size=models.vocab_size(config.model),
+        min_tokens=trained * data.HELD_OUT_EVERY // (data.HELD_OUT_EVERY - 1) + config.seq_len * data.HELD_OUT_EVERY,
+        tokenizer=tokenizer,
+    )
+
+
+def build_batches(config: Config) -> tuple[Iterator[dict], list[dict], data.Corpus, int]:
+    """Return (endless training micro-batches, held-out micro-batches, corpus, micro-batches in an epoch)."""
+    corpus = build_corpus(config)
+    blocks, held_out = corpus.split(config.seq_len)
+    stream = data.batches(blocks, config.micro_batch_size, config.seed)
+    n_held_out = min(config.micro_batch_size, len(held_out))
+    evaluation = itertools.islice(
+        data.batches(held_out, n_held_out, seed=0), min(HELD_OUT_BATCHES, len(held_out) // n_held_out)
+    )
+    return stream, list(evaluation), corpus, len(blocks) // config.micro_batch_size
+
+
+def build_experiment_model(config: Config, where: torch.device) -> nn.Module:
+    """Return the config's model on a device, in training mode; bfloat16 weights for `pure_bf16`, else float32."""
+    model = models.build_model(
+        config.model,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        weights=config.weights,
+        dropout=config.dropout,
+        activation=config.activation,
+        use_cache=config.use_cache,
+    )
+    return model.to(where, dtype=torch.bfloat16 if config.precision == "pure_bf16" else torch.float32)
+
+
+def run_experiment(
+    config: Config | str,
+    *,
+    where: torch.device | None = None,
+    repeat: int = 0,
+    rerun: bool = False,
+    progress: bool = True,
+) -> RunRecord:
+    """Train the experiment of a config (or of a YAML file) and save and return its record.
+
+    A completed run with equal config, code, corpus, device and `repeat` is returned instead, unless
+    `rerun=True`. A slow precision (see `precision.support`) runs fewer steps. After training, one untimed step
+    measures memory.
+    Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out of memory and
+    Ctrl-C are outcomes in the record, and what was allocated is free again.
+    """
+    config = config if isinstance(config, Config) else load_config(config)
+    where = where or device.choose_device()
+    resolved = config.on(where.type)
+    answer = precision.require(resolved.precision, where)
+    steps = precision.steps_for(resolved.steps, answer)
+    stream, held_out, corpus, per_epoch = build_batches(resolved)
+    identity = dict(
+        name=config.name,
+        note=config.note,
+        config=resolved.model_dump(exclude={"when_cpu", "overrides"}),
+        corpus=corpus.digest,
+        repeat=repeat,
+        tokens_per_step=resolved.tokens_per_step,
+    )
+    empty = RunRecord(
+        id="",
+        created="",
+        environment={**device.environment(where), "commit": commit()},
+        code=code_version(),
+        steps_planned=steps,
+        **identity,
+    )
+    if not rerun and (known := find_equal(empty)):
+        if progress:
+            print(f"{known.name}: reusing run {known.id} (equal config, code, corpus and device; rerun=True forces)")
+        return known
+    if progress:
+        _announce(config, where, steps, resolved.steps, answer.reason)
+    try:
+        record = _train_and_measure(resolved, where, steps, stream, held_out, progress)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        run_id, created = new_id()
+        reason = (
+            f"{str(error).splitlines()[0]} Ways out: a smaller micro_batch_size (tokens_per_step may stay), seq_len"
+        )
+        record = empty.model_copy(
+            update={"id": run_id, "created": created, "outcome": "out_of_memory", "reason": reason}
+        )
+    memory.free_memory()
+    epochs = len(record.series.loss) * resolved.grad_accum_steps / per_epoch
+    record = record.model_copy(update={**identity, "steps_planned": steps, "epochs": epochs})
+    path = record.save()
+    if record.outcome != "completed":
+        print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
+    if progress:
+        print(f"{record.name}: saved {path.name}")
+    return record
+
+
+def _train_and_measure(
+    config: Config, where: torch.device, steps: int, stream: Iterator[dict], held_out: list[dict], progress: bool
+) -> RunRecord:
+    """Train, then measure one more step; everything allocated dies with this frame."""
+    model = build_experiment_model(config, where)
+    optimizer = build_optimizer(model, config)
+    scaler = precision.grad_scaler(config.precision, where, config.init_scale, config.growth_interval)
+    record = train(
+        model,
+        stream,
+        models.lm_loss_sum,
+        optimizer,
+        steps=steps,
+        grad_accum_steps=config.grad_accum_steps,
+        precision_name=config.precision,
+        scaler=scaler,
+        max_grad_norm=config.max_grad_norm,
+        learning_rate_at=partial(learning_rate_at, config=config),
+        held_out=held_out,
+        eval_every=config.eval_every,
+        name=config.name,
+        progress=progress,
+    )
+    timing = _timing(record.series.step_ms, models.flops_per_token(model, config.seq_len), config, where)
+    record = record.model_copy(update={"timing": timing})
+    if record.outcome != "completed":
+        return record
+    micro_batches = [to_device(next(stream), where) for _ in range(config.grad_accum_steps)]
+    try:
+        with precision.tf32(config.precision == "tf32"):
+            report = memory.measure_step(
+                model,
+                micro_batches,
+                models.lm_loss_sum,
+                optimizer,
+                autocast=partial(precision.autocast, config.precision, where),
+                scaler=scaler,
+            )
+    except KeyboardInterrupt:
+        reason = "stopped by Ctrl-C after training, while memory was measured"
+        return record.model_copy(update={"outcome": "interrupted", "reason": reason})
+    return record.model_copy(update={"memory": report})
+
+
+def _timing(step_ms: list[float], flops_per_token: float, config: Config, where: torch.device) -> Timing | None:
+    """Return medians over the steps after the first UNTIMED_STEPS (or what there is)."""
+    timed = step_ms[min(UNTIMED_STEPS, max(0, len(step_ms) - 1)) :]
+    if not timed:
+        return None
+    median = statistics.median(timed)
+    quartiles = statistics.quantiles(timed, n=4) if len(timed) > 1 else [median] * 3
+    # The notch of a box plot (McGill, Tukey, Larsen 1978): medians closer than this do not differ.
+    spread = 1.57 * (quartiles[2] - quartiles[0]) / math.sqrt(len(timed)) / median
+    tokens_per_s = config.tokens_per_step / median * 1000
+    rate, denominator = precision.peak_rate(config.precision, where)
+    return Timing(
+        median_step_ms=median,
+        spread=spread,
+        tokens_per_s=tokens_per_s,
+        mfu=flops_per_token * tokens_per_s / rate,
+        mfu_denominator=denominator,
+    )
+
+
+def run_experiments(paths: Iterable[str], *, baseline_repeats: int = 2, **options: Any) -> list[RunRecord]:
+    """Run several configs and return their records; the first is the baseline and runs `baseline_repeats` times.
+
+    A precision that this device lacks gives an unsaved record with `outcome` "unsupported" and the reason.
+    """
+    records = []
+    for position, path in enumerate(paths):
+        for repeat in range(1 if position else baseline_repeats):
+            try:
+                records.append(run_experiment(path, repeat=repeat, **options))
+            except precision.PrecisionUnsupported as problem:
+                config = load_config(path)
+                run_id, created = new_id()
+                reason = str(problem).partition(": ")[2]
+                records.append(
+                    RunRecord(
+                        id=run_id,
+                        created=created,
+                        name=config.name,
+                        note=config.note,
+                        outcome="unsupported",
+                        reason=reason,
+                    )
+                )
+                if options.get("progress", True):
+                    print(f"{config.name}: not on this device: {reason}")
+    return records
+
+
+def _announce(config: Config, where: torch.device, steps: int, planned: int, reason: str) -> None:
+    """Print each value that does not come from the main part of the file."""
+    for line in config.changes(where.type):
+        print(f"{config.name}: {line}")
+    if steps != planned:
+        print(f"{config.name}: steps = {steps} (not {planned}: {reason})")

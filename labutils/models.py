@@ -1,0 +1,163 @@
+"""Build GPT-2 in five sizes, with random or pretrained weights; its loss and its FLOPs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import nn
+
+from labutils.data import IGNORED
+
+GPT2_VOCAB = 50257
+SIZES = {  # layers, heads, width, vocabulary
+    "gpt2-nano": (4, 4, 128, 2048),
+    "gpt2": (12, 12, 768, GPT2_VOCAB),
+    "gpt2-medium": (24, 16, 1024, GPT2_VOCAB),
+    "gpt2-large": (36, 20, 1280, GPT2_VOCAB),
+    "gpt2-xl": (48, 25, 1600, GPT2_VOCAB),
+}
+ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+class WeightsUnavailable(RuntimeError):
+    """Pretrained weights are neither cached nor reachable. The message names the ways out."""
+
+
+def vocab_size(model: str) -> int:
+    """Return the number of rows of the embedding of the named size."""
+    return SIZES[model][3]
+
+
+def build_model(
+    model: str = "gpt2-nano",
+    *,
+    seq_len: int = 1024,
+    seed: int = 0,
+    weights: str = "random",
+    dropout: float = 0.1,
+    activation: str = "gelu_new",
+    use_cache: bool = False,
+) -> nn.Module:
+    """Return Hugging Face's GPT-2 of the named size, float32, on the CPU, in training mode.
+
+    Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch no network;
+    positions beyond 1024 are allowed. Pretrained ones raise WeightsUnavailable within seconds if they cannot be had.
+    """
+    GPT2Config, GPT2LMHeadModel = _transformers()
+    n_layer, n_head, n_embd, vocab = SIZES[model]
+    shape = {
+        "activation_function": ACTIVATIONS[activation],
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "use_cache": use_cache,
+    }
+    torch.manual_seed(seed)
+    if weights == "pretrained":
+        built = _pretrained(model, shape)
+    else:
+        built = GPT2LMHeadModel(
+            GPT2Config(
+                n_layer=n_layer,
+                n_head=n_head,
+                n_embd=n_embd,
+                vocab_size=vocab,
+                n_positions=max(seq_len, 1024),
+                bos_token_id=0,
+                eos_token_id=0,
+                **shape,
+            )
+        )
+    return built.train()  # from_pretrained returns eval(), which drops dropout and checkpointing silently
+
+
+def _transformers() -> tuple[type, type]:
+    """Return Hugging Face's GPT2Config and GPT2LMHeadModel, imported without the warnings meant for others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a progress bar without ipywidgets, say
+        from transformers import GPT2Config, GPT2LMHeadModel
+    return GPT2Config, GPT2LMHeadModel
+
+
+def _pretrained(model: str, shape: dict) -> nn.Module:
+    """Return the hub's weights, from the cache or, if the hub answers, over the network."""
+    offline = _require_hub_or_cache(model, "config.json")
+    return _transformers()[1].from_pretrained(
+        f"openai-community/{model}", local_files_only=offline, dtype=torch.float32, **shape
+    )
+
+
+def pretrained_tokenizer(model: str) -> Tokenizer:
+    """Return GPT-2's own tokenizer (50257 entries), from the cache or the hub. Raises WeightsUnavailable."""
+    from huggingface_hub import hf_hub_download
+
+    offline = _require_hub_or_cache(model, "tokenizer.json")
+    return Tokenizer.from_file(hf_hub_download(f"openai-community/{model}", "tokenizer.json", local_files_only=offline))
+
+
+def _require_hub_or_cache(model: str, file: str) -> bool:
+    """Return True if cached, False if the hub answers within four seconds; else raise WeightsUnavailable."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    repository = f"openai-community/{model}"
+    if isinstance(try_to_load_from_cache(repository, file), str):
+        return True
+    # The time limit is a thread's: a name look-up that hangs ignores the client's own.
+    asked = Future()
+    threading.Thread(
+        target=_settle, args=(asked, lambda: HfApi().model_info(repository, timeout=3)), daemon=True
+    ).start()
+    try:
+        asked.result(timeout=4)
+    except Exception as error:
+        raise WeightsUnavailable(
+            f"weights: pretrained needs {repository}, which is not in the local cache, and the model hub cannot be "
+            f"used ({type(error).__name__}). Ways out: `weights: random` (the default, no download); run once with a "
+            "connection, and the weights are cached; or copy a filled cache and point HF_HOME at it."
+        ) from error
+    return False
+
+
+def _settle(future: Future, work: Callable[[], object]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def lm_loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the next-token cross-entropy, *summed* over the targets of a `(B, T)` batch: a float32 scalar.
+
+    Labels are shifted here: position t is scored on token t + 1. A sum, not a mean, so that micro-batches of unequal
+    lengths can be added and divided once by the total number of targets (transformers pull request 34191).
+    """
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits  # (B, T, V)
+    targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]  # (B, T); the last position has none
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count_targets(batch: dict[str, torch.Tensor]) -> int:
+    """Return the number of shifted target tokens in a `(B, T)` batch: what `lm_loss_sum` sums over."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def flops_per_token(model: nn.Module, seq_len: int) -> float:
+    """Return the model FLOPs of one training step (forward and backward) per token: 6·N + 12·L·d·T.
+
+    N counts parameters without position embeddings. Kaplan et al. 2020 (2001.08361), PaLM appendix B (2204.02311).
+    Recomputation is not counted, nor is what the optimizer does.
+    """
+    config = model.config
+    n_params = sum(p.numel() for p in model.parameters()) - model.transformer.wpe.weight.numel()
+    return 6.0 * n_params + 12.0 * config.n_layer * config.n_embd * seq_len
+
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

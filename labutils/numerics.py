@@ -1,0 +1,92 @@
+"""Float formats: layout, range, spacing, rounding. All on the CPU: the same on every machine."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary format of IEEE 754's kind: 1 sign bit, then exponent and mantissa bits; `dtype` is torch's.
+
+    A number is (-1)^sign · 1.mantissa · 2^(exponent - bias), or, with exponent bits all zero, the subnormal
+    (-1)^sign · 0.mantissa · 2^(1 - bias).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    dtype: torch.dtype | None = None
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the stored exponent."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def max(self) -> float:
+        """The largest finite number. What rounds beyond it becomes inf: overflow."""
+        return (2 - 2.0**-self.mantissa_bits) * 2.0**self.bias
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive number with full precision; below it bits are lost one by one."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def min_subnormal(self) -> float:
+        """The smallest positive number; half of it, and anything smaller, rounds to zero: underflow."""
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def eps(self) -> float:
+        """The distance from 1 to the next larger number."""
+        return 2.0**-self.mantissa_bits
+
+    def spacing(self, value: float) -> float:
+        """Return the distance between neighbouring numbers at a finite `value`."""
+        exponent = math.frexp(value)[1] - 1 if value else -math.inf
+        return 2.0 ** (max(exponent, 1 - self.bias) - self.mantissa_bits)
+
+
+FP32 = FloatFormat("FP32", 8, 23, torch.float32)
+TF32 = FloatFormat("TF32", 8, 10)  # a rounding inside tensor cores; tensors are stored as FP32
+BF16 = FloatFormat("BF16", 8, 7, torch.bfloat16)
+FP16 = FloatFormat("FP16", 5, 10, torch.float16)
+FORMATS = (FP32, TF32, BF16, FP16)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """Return `value` as it is stored in `dtype`: rounded to nearest even, inf beyond the range, zero below it."""
+    return torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64).item()
+
+
+def bits(value: float, number_format: FloatFormat) -> tuple[str, str, str]:
+    """Return (sign, exponent, mantissa) of a value in a format that torch has, as strings of 0 and 1."""
+    n_bits = 1 + number_format.exponent_bits + number_format.mantissa_bits
+    raw = torch.tensor(value, dtype=torch.float64).to(number_format.dtype)
+    # bfloat16 is the upper half of float32; struct knows float16 ("e") and float32 ("f")
+    packed = struct.pack(">e", raw.item()) if n_bits == 16 and number_format.name == "FP16" else struct.pack(">f", raw)
+    text = "".join(f"{byte:08b}" for byte in packed)[:n_bits]
+    return text[0], text[1 : 1 + number_format.exponent_bits], text[1 + number_format.exponent_bits :]
+
+
+def fp16_fate(values: torch.Tensor, scale: float = 1.0) -> dict[str, float]:
+    """Return which share of the non-zero `values`, multiplied by `scale`, FP16 keeps: the four shares sum to 1.
+
+    "zero": lost; "subnormal": kept with fewer bits; "normal"; "inf": overflow.
+    """
+    scaled = values.detach().flatten().double().abs().cpu() * scale
+    scaled = scaled[scaled > 0]
+    stored = scaled.to(torch.float16)
+    shares = {
+        "zero": stored == 0,
+        "subnormal": (stored > 0) & (stored < FP16.min_normal),
+        "normal": (stored >= FP16.min_normal) & stored.isfinite(),
+        "inf": stored.isinf(),
+    }
+    return {name: mask.double().mean().item() for name, mask in shares.items()}

@@ -1,0 +1,250 @@
+"""Records and formats → matplotlib axes. Each function takes and returns an axis; none shows or saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+
+from labutils.numerics import FORMATS, FP16, FloatFormat
+from labutils.records import MIB, RunRecord
+
+# Okabe and Ito's palette: told apart by colour-blind readers; markers and line styles differ as well.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK, YELLOW)
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), "-")
+MARKERS = "osD^vPX*"
+CATEGORY_LOOKS = {  # colour and hatch of each memory category
+    "parameters": (BLUE, ""),
+    "gradients": (ORANGE, "//"),
+    "optimizer state": (GREEN, ".."),
+    "activations and temporaries": (SKY, "\\\\"),
+}
+
+
+def _axis(ax: Axes | None, width: float = 7, height: float = 3.2) -> Axes:
+    return ax if ax is not None else plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def bit_layout(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None) -> Axes:
+    """Draw one square per bit: sign, exponent, mantissa."""
+    ax = _axis(ax, 8, 0.55 * len(formats) + 0.9)
+    for row, f in enumerate(formats):
+        start = 0
+        for part, n_bits, color in (
+            ("sign", 1, BLACK),
+            ("exponent", f.exponent_bits, ORANGE),
+            ("mantissa", f.mantissa_bits, SKY),
+        ):
+            for i in range(n_bits):
+                label = part if row == i == 0 else None
+                ax.barh(row, 0.92, left=start + i, color=color, edgecolor="white", label=label)
+            if n_bits > 1:
+                ax.text(start + n_bits / 2, row, str(n_bits), ha="center", va="center", color=BLACK)
+            start += n_bits
+    ax.set_yticks(range(len(formats)), [f.name for f in formats])
+    ax.invert_yaxis()
+    ax.set_xlabel("bit")
+    ax.legend(ncols=3, loc="lower right", frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def ranges(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None) -> Axes:
+    """Draw the positive numbers each format reaches on a log axis; subnormal ones hatched."""
+    ax = _axis(ax, 8, 0.5 * len(formats) + 1.1)
+    for row, f in enumerate(formats):
+        low, normal, high = (np.log2(v) for v in (f.min_subnormal, f.min_normal, f.max))
+        ax.barh(row, high - normal, left=normal, color=BLUE, height=0.6, label=None if row else "normal")
+        ax.barh(
+            row,
+            normal - low,
+            left=low,
+            color=SKY,
+            hatch="//",
+            edgecolor="white",
+            height=0.6,
+            label=None if row else "subnormal (fewer bits)",
+        )
+    ax.set_yticks(range(len(formats)), [f.name for f in formats])
+    ax.invert_yaxis()
+    ax.axvline(0, color=BLACK, lw=0.8, ls=":")
+    ax.set_xlabel("positive numbers, powers of two (0 is the number 1)")
+    ax.legend(loc="lower right", frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def relative_spacing(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None) -> Axes:
+    """Draw the distance to the next number, relative to the number: precision against range."""
+    ax = _axis(ax)
+    for i, f in enumerate(formats):
+        exponents = np.arange(np.log2(f.min_subnormal), np.log2(f.max))
+        spacing = [f.spacing(2.0**e) / 2.0**e for e in exponents]
+        # two lines coincide in part: the later, narrower one leaves the earlier visible
+        ax.plot(exponents, np.log2(spacing), color=COLORS[i], ls=STYLES[i], lw=5 - i, label=f.name)
+    ax.set_xlabel("number, powers of two")
+    ax.set_ylabel("relative spacing, powers of two")
+    ax.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.35))
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def gradient_histogram(gradients: torch.Tensor, scale: float = 1.0, ax: Axes | None = None) -> Axes:
+    """Draw the magnitudes of real gradients, times `scale`, over what FP16 can hold."""
+    ax = _axis(ax)
+    magnitudes = gradients.detach().flatten().double().abs().cpu().numpy() * scale
+    exponents = np.log2(magnitudes[magnitudes > 0])
+    ax.hist(exponents, bins=np.arange(-60, 21), color=BLUE)
+    zero, normal, high = np.log2(FP16.min_subnormal) - 1, np.log2(FP16.min_normal), np.log2(FP16.max)
+    top = ax.get_ylim()[1]
+    for left, right, color, text in (
+        (-60, zero, VERMILION, "becomes 0"),
+        (zero, normal, YELLOW, "subnormal"),
+        (normal, high, "white", "normal"),
+        (high, 20, VERMILION, "inf"),
+    ):
+        ax.axvspan(left, right, color=color, alpha=0.25, lw=0)
+        ax.text((left + right) / 2, top * 1.01, text, ha="center", va="bottom", fontsize=9)
+    ax.set_xlim(-60, 20)
+    ax.set_xlabel(f"|gradient| × {scale:g}, powers of two")
+    ax.set_ylabel("how many")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _trained(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        if record.timing:
+            groups.setdefault(record.name, []).append(record)
+    return groups
+
+
+def _bars(ax: Axes, labels: Sequence[str], values: Sequence[float], what: str) -> Axes:
+    bars = ax.barh(range(len(labels)), values, color=COLORS[: len(labels)])
+    ax.bar_label(bars, [f"{v:,.3g}" if v < 1000 else f"{v:,.0f}" for v in values], padding=3)
+    ax.set_yticks(range(len(labels)), labels)
+    ax.invert_yaxis()
+    ax.margins(x=0.18)
+    ax.set_xlabel(what)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def step_times(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
+    """Draw the median time of an optimizer step, in ms; repeated runs share a bar."""
+    groups = _trained(records)
+    medians = [float(np.median([r.timing.median_step_ms for r in runs])) for runs in groups.values()]
+    return _bars(_axis(ax), list(groups), medians, "median optimizer step, ms")
+
+
+def throughput(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
+    """Draw tokens per second."""
+    groups = _trained(records)
+    rates = [float(np.median([r.timing.tokens_per_s for r in runs])) for runs in groups.values()]
+    return _bars(_axis(ax), list(groups), rates, "tokens per second")
+
+
+def stacked_memory(peaks: Mapping[str, Mapping[str, float]], ax: Axes | None = None) -> Axes:
+    """Draw {label: {category: bytes}} as stacked bars, in MiB."""
+    ax = _axis(ax)
+    for row, parts in enumerate(peaks.values()):
+        left = 0.0
+        for category, n_bytes in parts.items():
+            color, hatch = CATEGORY_LOOKS.get(category, (PURPLE, "xx"))
+            ax.barh(row, n_bytes / MIB, left=left, color=color, hatch=hatch, edgecolor="white", label=category)
+            left += n_bytes / MIB
+        ax.text(left, row, f" {left:,.1f}", va="center")
+    ax.set_yticks(range(len(peaks)), list(peaks))
+    ax.invert_yaxis()
+    ax.margins(x=0.14)
+    ax.set_xlabel("bytes allocated at the peak, MiB")
+    handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    ax.legend(handles.values(), handles, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def peaks(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
+    """Draw the measured peak of each run by category."""
+    found = {name: runs[0].memory.categories for name, runs in _trained(records).items() if runs[0].memory}
+    return stacked_memory(found, ax)
+
+
+def losses(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
+    """Draw the training loss against tokens seen, which is the only fair axis for unequal runs."""
+    ax = _axis(ax)
+    for i, (name, runs) in enumerate(_trained(records).items()):
+        series = runs[0].series.loss
+        tokens = np.arange(1, len(series) + 1) * runs[0].tokens_per_step
+        every = max(1, len(series) // 8)
+        ax.plot(tokens, series, color=COLORS[i], ls=STYLES[i], marker=MARKERS[i], markevery=every, ms=4, label=name)
+    ax.set_xlabel("tokens trained on")
+    ax.set_ylabel("training loss, nats per token")
+    ax.legend(frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def four_panels(records: Sequence[RunRecord]) -> np.ndarray:
+    """Draw step time, tokens/s, peak by category and loss; return the 2×2 axes."""
+    figure, axes = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
+    step_times(records, axes[0, 0])
+    throughput(records, axes[0, 1])
+    peaks(records, axes[1, 0])
+    losses(records, axes[1, 1])
+    devices = {r.environment["device"] for r in records if r.timing}
+    figure.suptitle("Measured on " + "; ".join(sorted(devices)), fontsize=10)
+    return axes
+
+
+def loss_scale(record: RunRecord, ax: Axes | None = None) -> Axes:
+    """Draw the loss scale of each step; a cross marks a skipped step."""
+    ax = _axis(ax)
+    steps = np.arange(1, len(record.series.loss_scale) + 1)
+    scale, skipped = np.array(record.series.loss_scale), np.array(record.series.skipped)
+    ax.step(steps, scale, where="mid", color=BLUE, label="loss scale used")
+    ax.plot(steps[skipped], scale[skipped], "X", color=VERMILION, ms=9, ls="", label="overflow: step skipped")
+    ax.set_yscale("log", base=2)
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel("loss scale")
+    ax.legend(frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def rates(by_name: Mapping[str, Mapping[int, float]], ax: Axes | None = None) -> Axes:
+    """Draw {name: {n: GFLOP/s of an n×n product}} on log axes."""
+    ax = _axis(ax)
+    for i, (name, by_size) in enumerate(by_name.items()):
+        ax.plot(*zip(*by_size.items(), strict=True), marker=MARKERS[i], ls=STYLES[i], color=COLORS[i], label=name)
+    sizes = sorted({n for by_size in by_name.values() for n in by_size})
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(sizes, sizes)
+    ax.set_xlabel("n of an n×n product")
+    ax.set_ylabel("GFLOP/s")
+    ax.legend(frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def heat_map(
+    values: np.ndarray, rows: Sequence[object], columns: Sequence[object], ax: Axes | None = None, fmt: str = "{:.0f}"
+) -> Axes:
+    """Draw a small table of numbers, `(len(rows), len(columns))`, shaded by value and with the values written in."""
+    ax = _axis(ax, 5.5, 3.2)
+    image = ax.imshow(values, cmap="cividis", aspect="auto")
+    middle = (np.nanmin(values) + np.nanmax(values)) / 2
+    for (i, j), value in np.ndenumerate(values):
+        color = BLACK if value > middle else "white"
+        ax.text(j, i, fmt.format(value), ha="center", va="center", color=color)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.figure.colorbar(image, ax=ax)
+    return ax

@@ -1,0 +1,187 @@
+"""From a precision's name to what torch needs: autocast, GradScaler, TF32 switch; and what this device makes of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "pure_bf16")
+COMPUTE_DTYPE = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "pure_bf16": torch.bfloat16,
+}
+SLOW_RATIO = 4.0  # a 16-bit product this many times slower than the FP32 one has no fast hardware
+SLOW_STEPS_DIVISOR = 8  # a slow precision trains this many times fewer steps
+MIN_SLOW_STEPS = 8
+# Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name. FP32 runs outside the tensor cores.
+DATASHEET_TFLOPS = {
+    "V100-SXM2": {"fp32": 15.7, "fp16": 125.0},
+    "Tesla T4": {"fp32": 8.1, "fp16": 65.0},
+    "A100": {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0},
+    "H100 80GB HBM3": {"fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0},
+    "H100 PCIe": {"fp32": 51.0, "tf32": 378.0, "fp16": 756.0, "bf16": 756.0},
+    "H200": {"fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0},
+}
+
+
+class PrecisionUnsupported(RuntimeError):
+    """This device cannot run the precision. The message says why, and what to use instead."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a device runs a precision (`ok`), without fast hardware for it (`slow`), and the reason in words."""
+
+    ok: bool
+    slow: bool
+    reason: str
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """Return the context for forward pass and loss: `torch.autocast` for fp16 and bf16, else one that does nothing."""
+    if precision in ("fp16", "bf16"):
+        return torch.autocast(device.type, dtype=COMPUTE_DTYPE[precision])
+    return nullcontext()
+
+
+def grad_scaler(
+    precision: str, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
+) -> torch.amp.GradScaler:
+    """Return a GradScaler that scales for fp16 and passes everything through for the other precisions."""
+    enabled = precision == "fp16"
+    return torch.amp.GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled)
+
+
+@contextmanager
+def tf32(enabled: bool) -> Iterator[None]:
+    """Let CUDA's float32 products round their inputs to TF32 (or not) inside the block; put the setting back after.
+
+    No effect on the CPU. Uses `fp32_precision`: after it is set, the older `allow_tf32` can no longer be read.
+    """
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if enabled else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def support(precision: str, device: torch.device) -> Support:
+    """Return what `device` makes of a precision. On a CPU one small product per dtype is timed, once per process."""
+    if device.type == "cuda":
+        # Excluding emulation: without it the answer for BF16 is True on a T4, which has no BF16 hardware.
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return cuda_support(precision, torch.cuda.get_device_capability(device), bf16)
+    if precision == "fp32":
+        return Support(True, False, "native")
+    if precision == "tf32":
+        return Support(False, False, "TF32 is a mode of NVIDIA tensor cores, Ampere (2020) or later; use fp32")
+    ratio = _cpu_slowdown(COMPUTE_DTYPE[precision])
+    dtype = str(COMPUTE_DTYPE[precision]).removeprefix("torch.")
+    if ratio >= SLOW_RATIO:
+        return Support(True, True, f"a {dtype} product takes {_rounded(ratio)} times as long as a float32 one here")
+    return Support(True, False, f"a {dtype} product takes {ratio:.1f} times as long as a float32 one here")
+
+
+def cuda_support(precision: str, capability: tuple[int, int], bf16_hardware: bool) -> Support:
+    """Return what an NVIDIA card of compute capability `(major, minor)` makes of a precision.
+
+    Tensor cores: FP16 since Volta (7.0), TF32 and BF16 since Ampere (8.0).
+    """
+    card = f"compute capability {capability[0]}.{capability[1]}"
+    if precision == "fp32":
+        return Support(True, False, "native")
+    if precision == "fp16":
+        fast = capability >= (7, 0)
+        return Support(True, not fast, "tensor cores" if fast else f"{card} has no tensor cores: FP16 saves no time")
+    if precision == "tf32":
+        ok = capability >= (8, 0)
+        return Support(ok, False, "tensor cores" if ok else f"{card} has no TF32 (Ampere, 8.0, or later); use fp16")
+    return Support(
+        bf16_hardware,
+        False,
+        "tensor cores" if bf16_hardware else f"{card} has no BF16 hardware, only emulation; use fp16",
+    )
+
+
+def require(precision: str, device: torch.device) -> Support:
+    """Return `support(...)`, or raise PrecisionUnsupported with the reason and the way out."""
+    answer = support(precision, device)
+    if not answer.ok:
+        raise PrecisionUnsupported(f"precision {precision} cannot run here: {answer.reason}")
+    return answer
+
+
+def steps_for(steps: int, answer: Support) -> int:
+    """Return how many of `steps` optimizer steps to run: an eighth, but at least eight, where the precision is slow.
+
+    The batches stay as they are, so the losses of the steps that do run can be compared one by one.
+    """
+    return min(steps, max(MIN_SLOW_STEPS, steps // SLOW_STEPS_DIVISOR)) if answer.slow else steps
+
+
+@lru_cache(maxsize=8)
+def _cpu_slowdown(dtype: torch.dtype) -> float:
+    cpu = torch.device("cpu")
+    return matmul_rate(torch.float32, cpu, 256) / matmul_rate(dtype, cpu, 256, repeats=2)
+
+
+def _rounded(ratio: float) -> str:
+    """Two digits would pretend a precision that a probe of milliseconds does not have."""
+    return f"about {float(f'{ratio:.1g}'):.0f}"
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, n: int, repeats: int = 5) -> float:
+    """Return the FLOP/s of an n×n by n×n product, 2n³ operations: the best of `repeats` after one warm-up.
+
+    On CUDA ten products are timed together with events, so that launch overhead does not count.
+    """
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    a @ b
+    if device.type == "cuda":
+        return 2 * n**3 / min(_cuda_seconds(a, b) for _ in range(repeats))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / min(seconds)
+
+
+def _cuda_seconds(a: torch.Tensor, b: torch.Tensor, products: int = 10) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(products):
+        a @ b
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / products
+
+
+@lru_cache(maxsize=8)
+def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
+    """Return (FLOP/s, where it is from): the denominator of an MFU.
+
+    A datasheet's dense peak if the card is known, else a product measured here. On a CPU always the float32 product:
+    16-bit ones are too slow to be anybody's peak. An MFU without its denominator says nothing.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        peaks = next((rates for card, rates in DATASHEET_TFLOPS.items() if card in name), {})
+        key = "bf16" if precision == "pure_bf16" else precision
+        if key in peaks:
+            return peaks[key] * 1e12, f"{peaks[key]:g} TFLOP/s, datasheet, dense"
+        with tf32(precision == "tf32"):
+            rate = matmul_rate(COMPUTE_DTYPE[precision], device, 4096)
+        return rate, f"{rate / 1e12:.3g} TFLOP/s, a 4096² product measured here"
+    rate = statistics.median(matmul_rate(torch.float32, device, 512) for _ in range(3))
+    return rate, f"{rate / 1e12:.2g} TFLOP/s, a float32 512² product measured here"

@@ -1,0 +1,222 @@
+"""The one training loop: any module, any loss, every precision."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from labutils import device, models, precision
+from labutils.records import RunRecord, Series, code_version, commit, new_id
+
+NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
+
+LossFn = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def train(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    grad_accum_steps: int = 1,
+    count_targets: Callable[[Any], int] = models.count_targets,
+    precision_name: str = "fp32",
+    scaler: torch.amp.GradScaler | None = None,
+    max_grad_norm: float = 0.0,
+    learning_rate_at: Callable[[int], float] | None = None,
+    held_out: Sequence[Any] = (),
+    eval_every: int = 0,
+    name: str = "run",
+    progress: bool = True,
+) -> RunRecord:
+    """Train `model` for `steps` optimizer steps on its own device and return the record, unsaved.
+
+    `loss_fn(model, micro_batch)` returns a loss *summed* over `count_targets(micro_batch)` targets: the sum over a
+    step's micro-batches is divided once by their total, so the gradient is the full batch's whatever their lengths.
+    `batches` yields micro-batches (tensors, or dicts of them), which are moved to the device here.
+    `learning_rate_at(step)` sets every parameter group's rate; without it the optimizer's own rates stand.
+
+    Ctrl-C, and several non-finite losses in a row, end the run early: the record has the steps so far, `outcome` says
+    how it ended. Exceptions of the model or the loss are not caught. Raises PrecisionUnsupported before any work.
+    """
+    where = next(model.parameters()).device
+    precision.require(precision_name, where)
+    scaler = scaler or precision.grad_scaler(precision_name, where)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stream, log, held_out_losses = iter(batches), _StepLog(where), []
+    outcome, reason = "completed", ""
+    one = torch.ones((), device=where)
+    bar = tqdm(
+        range(steps), desc=name, file=sys.stdout, mininterval=1, disable=not progress, unit="step", dynamic_ncols=False
+    )
+    model.train()
+    with precision.tf32(precision_name == "tf32"), bar:
+        try:
+            for step in bar:
+                log.start()
+                if learning_rate_at:
+                    for group in optimizer.param_groups:
+                        group["lr"] = learning_rate_at(step)
+                micro_batches = list(itertools.islice(stream, grad_accum_steps))
+                if not micro_batches:
+                    reason = f"the batches ended after {step} of {steps} steps"
+                    break
+                n_targets = sum(map(count_targets, micro_batches))
+                step_loss = torch.zeros((), device=where)
+                for micro_batch in micro_batches:
+                    with precision.autocast(precision_name, where):
+                        loss = loss_fn(model, to_device(micro_batch, where)) / n_targets
+                    scaler.scale(loss).backward()
+                    step_loss += loss.detach()
+                    del loss  # it keeps the graph, and with it the logits, alive into the next forward pass
+                scale = scaler.scale(one) if scaler.is_enabled() else one
+                scaler.unscale_(optimizer)
+                grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm) if max_grad_norm else one * math.nan
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+                log.stop(step_loss, grad_norm, scale, optimizer.param_groups[0]["lr"])
+                if log.due():
+                    bar.set_postfix_str(f"loss {log.read():.3f}", refresh=False)
+                    if log.non_finite_in_a_row() >= NON_FINITE_LIMIT:
+                        outcome, reason = "non_finite", _diagnosis(log, precision_name)
+                        break
+                if held_out and eval_every and (step + 1) % eval_every == 0 and step + 1 < steps:
+                    held_out_losses.append(
+                        (step + 1, evaluate(model, held_out, loss_fn, count_targets, precision_name))
+                    )
+        except KeyboardInterrupt:
+            outcome, reason = "interrupted", f"stopped by Ctrl-C after {log.n_complete} of {steps} steps"
+            optimizer.zero_grad(set_to_none=True)
+        log.read()
+        if held_out and outcome == "completed":
+            held_out_losses.append((log.n_complete, evaluate(model, held_out, loss_fn, count_targets, precision_name)))
+    run_id, created = new_id()
+    return RunRecord(
+        id=run_id,
+        created=created,
+        name=name,
+        environment={**device.environment(where), "commit": commit()},
+        code=code_version(),
+        outcome=outcome,
+        reason=reason,
+        steps_planned=steps,
+        series=log.series(final_scale=float(scaler.get_scale()) if scaler.is_enabled() else 1.0),
+        held_out=held_out_losses,
+    )
+
+
+def to_device(batch: Any, where: torch.device) -> Any:
+    """Return a batch with its tensors (itself, or a dict's values) on a device."""
+    if isinstance(batch, dict):
+        return {key: to_device(value, where) for key, value in batch.items()}
+    return batch.to(where, non_blocking=True) if isinstance(batch, torch.Tensor) else batch
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFn,
+    count_targets: Callable[[Any], int] = models.count_targets,
+    precision_name: str = "fp32",
+) -> float:
+    """Return the mean loss per target over some batches, without dropout. Leaves the model in training mode."""
+    where = next(model.parameters()).device
+    model.eval()
+    total = torch.zeros((), device=where, dtype=torch.float64 if where.type == "cpu" else torch.float32)
+    n_targets = 0
+    for batch in batches:
+        with precision.autocast(precision_name, where):
+            total += loss_fn(model, to_device(batch, where))
+        n_targets += count_targets(batch)
+    model.train()
+    return float(total) / max(n_targets, 1)
+
+
+class _StepLog:
+    """Collects a run's series. On CUDA nothing is read back from the device more than once a second."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.cuda = where.type == "cuda"
+        self.pending: list[torch.Tensor] = []
+        self.rows: list[list[float]] = []  # loss, grad_norm, loss_scale
+        self.learning_rates: list[float] = []
+        self.marks: list[tuple[Any, Any]] = []
+        self.last_read = time.monotonic()
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self.begun = self._mark()
+
+    def stop(self, loss: torch.Tensor, grad_norm: torch.Tensor, scale: torch.Tensor, learning_rate: float) -> None:
+        self.marks.append((self.begun, self._mark()))
+        self.pending.append(torch.stack([loss.float(), grad_norm.float(), scale.float()]))
+        self.learning_rates.append(learning_rate)
+
+    @property
+    def n_complete(self) -> int:
+        return len(self.learning_rates)
+
+    def due(self) -> bool:
+        return not self.cuda or time.monotonic() - self.last_read > 1
+
+    def read(self) -> float:
+        """Fetch what is pending (this waits for the device) and return the last loss."""
+        if self.pending:
+            self.rows += torch.stack(self.pending).tolist()
+            self.pending = []
+        self.last_read = time.monotonic()
+        return self.rows[-1][0] if self.rows else math.nan
+
+    def non_finite_in_a_row(self) -> int:
+        losses = [row[0] for row in self.rows]
+        return next((i for i, loss in enumerate(reversed(losses)) if math.isfinite(loss)), len(losses))
+
+    def step_ms(self) -> list[float]:
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) for start, end in self.marks]
+        return [1000 * (end - start) for start, end in self.marks]
+
+    def series(self, final_scale: float) -> Series:
+        loss, grad_norm, scale = (
+            (list(column) for column in zip(*self.rows, strict=True)) if self.rows else ([], [], [])
+        )
+        after = [*scale[1:], final_scale]  # a scale that fell means: inf or NaN was found, the step was skipped
+        return Series(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=self.learning_rates,
+            loss_scale=scale,
+            skipped=[new < old for old, new in zip(scale, after, strict=False)],
+            step_ms=self.step_ms(),
+        )
+
+
+def _diagnosis(log: _StepLog, precision_name: str) -> str:
+    first = next(i for i, row in enumerate(log.rows) if not math.isfinite(row[0]))
+    text = (
+        f"the loss has been inf or NaN since step {first + 1}: the forward pass overflows or the weights are damaged. "
+    )
+    if precision_name == "fp16":
+        text += "No loss scale can mend that. Try precision: bf16 or fp32; if those fail too, a lower "
+    else:
+        text += "Try a lower "
+    return text + "learning_rate, max_grad_norm: 1.0, or more lr_warmup_steps"

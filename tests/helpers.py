@@ -1,0 +1,45 @@
+"""What several test modules share."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import nn
+
+REPO = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+def committed(path: str) -> str:
+    """Return a file as committed, so that a reader's edit in the working tree fails no test; else as it stands."""
+    command = ["git", "-C", str(REPO), "show", f"HEAD:{path}"]
+    try:
+        answer = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        return (REPO / path).read_text(encoding="utf-8")
+    return answer.stdout.decode() if answer.returncode == 0 else (REPO / path).read_text(encoding="utf-8")
+
+
+def two_layers(seed: int = 0) -> nn.Module:
+    """A network that is not GPT: 4 → 8 → 1, float32."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def regression_batches(n: int, size: int = 6, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """`n` batches of `x` (size, 4) and `y` (size, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {"x": torch.randn(size, 4, generator=generator), "y": torch.randn(size, 1, generator=generator)}
+        for _ in range(n)
+    ]
+
+
+def squared_error_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (model(batch["x"]).float() - batch["y"]).square().sum()
+
+
+def count_rows(batch: dict[str, torch.Tensor]) -> int:
+    return len(batch["y"])

@@ -1,0 +1,54 @@
+"""A pytest plugin that makes nbval strict where it is lax, for the suite and for instructors (`pytest 0*.ipynb`).
+
+After a failed cell the rest of that notebook is skipped, instead of failing for the same reason over and over; a cell
+tagged `raises-exception` that raises nothing fails; runs go to a temporary folder, so nothing is reused or left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+_failed_notebooks: set[str] = set()
+_runs_folder: tempfile.TemporaryDirectory | None = None
+
+
+def pytest_configure(config):
+    global _runs_folder
+    if "LABUTILS_RUNS" not in os.environ:
+        _runs_folder = tempfile.TemporaryDirectory(prefix="labutils-runs-")
+        os.environ["LABUTILS_RUNS"] = _runs_folder.name
+
+
+def pytest_unconfigure(config):
+    if _runs_folder:
+        _runs_folder.cleanup()
+
+
+def _is_cell(item) -> bool:
+    return type(item).__name__ == "IPyNbCell"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if _is_cell(item) and str(item.path) in _failed_notebooks:
+        pytest.skip("an earlier cell of this notebook failed")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    if not _is_cell(item) or call.when != "call":
+        return
+    report = outcome.get_result()
+    tags = item.cell.metadata.get("tags", [])
+    if report.passed and "raises-exception" in tags and not _raised(item):
+        report.outcome, report.longrepr = "failed", "this cell is tagged raises-exception, but raised nothing"
+    if report.failed:
+        _failed_notebooks.add(str(item.path))
+
+
+def _raised(item) -> bool:
+    return any(output.get("output_type") == "error" for output in item.test_outputs or [])

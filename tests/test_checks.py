@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from labutils import checks
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda: checks.fp16_survivors([1.0], None),
+        lambda: checks.bytes_per_parameter(None),
+        lambda: checks.amp_step(None),
+    ],
+)
+def test_unanswered_exercise_passes_and_says_so(check, capsys):
+    assert check() is None
+    assert capsys.readouterr().out.startswith("Open:")
+
+
+@pytest.mark.parametrize("exercise", checks.HINTS)
+def test_hints_come_in_steps(exercise, capsys):
+    for number in (1, 2, 3, 99):
+        checks.hint(exercise, number)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(set(printed[:3])) == 3
+    assert printed[2] == printed[3]

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from labutils import config as config_module
+from labutils.cli import main
+from labutils.records import load_record
+from tests.helpers import REPO, committed
+
+TINY = ["--set", "steps=3", "--set", "seq_len=16", "--set", "micro_batch_size=2", "--set", "tokens_per_step=32"]
+TINY += ["--set", "lr_warmup_steps=0"]
+
+
+def test_run_then_runs_then_compare(runs, capsys):
+    assert main(["run", "fp32", *TINY]) == 0
+    assert main(["run", "fp32", *TINY, "--set", "name=other", "--set", "learning_rate=1e-3"]) == 0
+    capsys.readouterr()
+    assert main(["runs"]) == 0
+    listed = capsys.readouterr().out
+    assert all(word in listed for word in ("fp32-", "other-", "completed", "tokens/s", "peak MiB"))
+    assert main(["compare", "fp32", "other"]) == 0
+    table = capsys.readouterr().out
+    assert "learning_rate" in table and "speedup" in table and "weight_decay" not in table
+    assert main(["compare", "fp32", "other", "--csv"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith("run,learning_rate,step_ms") and len(rows) == 2
+
+
+def test_two_runs_of_one_name_are_told_apart(runs, capsys):
+    for _ in range(2):
+        assert main(["run", "fp32", *TINY, "--rerun"]) == 0
+    ids = [path.stem.removeprefix("fp32-") for path in runs.glob("fp32-*.json")]
+    capsys.readouterr()
+    assert main(["compare", *ids]) == 0
+    assert all(run_id in capsys.readouterr().out for run_id in ids[:1])
+
+
+def test_unknown_run_and_config_fail_with_a_message(runs, capsys):
+    assert main(["compare", "nothing"]) == 1
+    assert "no run 'nothing'" in capsys.readouterr().err
+    assert main(["run", "fp33"]) == 1
+    assert "no such file" in capsys.readouterr().err
+    assert main(["run", "fp32", "--set", "steps=0"]) == 1
+    assert "`steps`" in capsys.readouterr().err
+
+
+def test_unsupported_precision_fails_with_the_reason(runs, capsys):
+    pytest.importorskip("torch")
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this device may have TF32")
+    assert main(["run", "tf32"]) == 1
+    assert "use fp32" in capsys.readouterr().err
+
+
+def test_unusable_corpus_fails_with_the_reason(runs, capsys):
+    assert main(["run", "fp32", *TINY, "--set", "corpus=nowhere.txt"]) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_check_names_every_bad_file(tmp_path, capsys):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("steps: x\n")
+    assert main(["check", "fp32", str(bad)]) == 1
+    captured = capsys.readouterr()
+    assert "fp32: ok" in captured.out
+    assert f"{bad}:1:8: `steps`" in captured.err
+
+
+def test_check_takes_under_a_second():
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "labutils", "check", "bf16"], cwd=REPO, check=True, capture_output=True)
+    assert time.perf_counter() - start < 5  # a second on an idle machine; the bound only catches an import of torch
+
+
+def test_new_copies_a_config_and_never_overwrites(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "bf16_config.yaml").write_text(committed("configs/bf16_config.yaml"), encoding="utf-8")
+    for module in (config_module, sys.modules["labutils.cli"]):
+        monkeypatch.setattr(module, "CONFIGS_DIR", folder)
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "mine", "--from", "configs/bf16_config.yaml"]) == 0
+    made = folder / "my_mine.yaml"
+    assert config_module.load_config(made).name == "mine"
+    assert config_module.load_config(made).precision == "bf16"
+    assert "weight_decay: 0.1        #" in made.read_text(encoding="utf-8")
+    made.write_text("edited")
+    assert main(["new", "mine", "--from", "configs/bf16_config.yaml"]) == 1
+    assert made.read_text() == "edited"
+    assert main(["new", "bad name", "--from", "configs/bf16_config.yaml"]) == 1
+    assert sorted(p.name for p in folder.iterdir()) == ["bf16_config.yaml", "my_mine.yaml"]
+
+
+def test_doctor_describes_this_machine(capsys):
+    assert main(["doctor"]) in (0, 1)
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("device", "torch", "fp16", "bf16", "tf32"))
+
+
+def test_wrong_usage_exits_with_2_and_help_with_0(capsys):
+    for arguments, code in ((["nonsense"], 2), ([], 2), (["run"], 2), (["--help"], 0), (["run", "--help"], 0)):
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        assert exit_info.value.code == code
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_ends_a_run_with_130_and_a_partial_record(runs):
+    command = [sys.executable, "-m", "labutils", "run", "fp32", *TINY[2:], "--set", "steps=3000"]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "step/s" not in process.stdout.read(20):  # the progress bar of training
+        pass
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    record = load_record("fp32")
+    assert record.outcome == "interrupted"
+    assert len(record.series.loss) > 0
+    assert "Traceback" not in errors
+
+
+def test_output_into_a_closed_pipe_is_no_error(runs):
+    command = f"{sys.executable} -m labutils doctor | head -1"
+    answer = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True)
+    assert "Traceback" not in answer.stderr
+
+
+def test_runs_folder_that_is_a_file_is_a_clear_error(tmp_path, monkeypatch, capsys):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("")
+    monkeypatch.setenv("LABUTILS_RUNS", str(blocked))
+    assert main(["run", "fp32", *TINY]) == 1
+    assert "blocked" in capsys.readouterr().err
+
+
+def test_records_are_json_that_other_tools_read(runs):
+    assert main(["run", "fp32", *TINY]) == 0
+    path = next(runs.glob("fp32-*.json"))
+    assert json.loads(path.read_text())["config"]["steps"] == 3

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from labutils.config import KEYS, NOT_BUILT, ConfigError, load_config, parse_overrides, schema_text
+from tests.helpers import REPO, committed
+
+NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized")
+GOOD = committed("configs/fp32_config.yaml")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(text: str | bytes, name: str = "x.yaml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return _write
+
+
+def errors_of(path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    return str(caught.value).splitlines()
+
+
+def changed(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_config_is_valid_on_both_devices(name, write):
+    config = load_config(write(committed(f"configs/{name}_config.yaml")))
+    assert config.on("cuda").model == "gpt2"
+    assert config.on("cpu").model == "gpt2-nano"
+
+
+def test_precision_configs_differ_only_in_marked_lines():
+    texts = {name: committed(f"configs/{name}_config.yaml").splitlines() for name in ("fp32", "tf32", "fp16", "bf16")}
+    for name, lines in texts.items():
+        body = [line for line in lines if not line.startswith("#")]
+        baseline = [line for line in texts["fp32"] if not line.startswith("#")]
+        differing = [a for a, b in zip(body, baseline, strict=True) if a != b]
+        assert all("[*]" in line for line in differing), name
+    values = [yaml.safe_load("\n".join(lines)) for lines in texts.values()]
+    assert {k for v in values for k in v if v[k] != values[0][k]} == {"name", "note", "precision"}
+
+
+def test_optimized_config_marks_what_differs_from_fp32():
+    body = [x for x in committed("configs/optimized_config.yaml").splitlines() if not x.startswith("#")]
+    baseline = [line for line in GOOD.splitlines() if not line.startswith("#")]
+    assert all("[*]" in line or "precision: fp32" in line for line in body if line not in baseline)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "expected"),
+    [
+        (
+            "learning_rate: 6e-4",
+            "learning_rte: 6e-4",
+            True,
+            "unknown key `learning_rte`. Did you mean `learning_rate`?",
+        ),
+        ("seed: 0 ", "seed: 0\nseed: 1 ", True, "`seed` is given twice"),
+        ("steps: 60", "steps: sixty", True, "`steps`: expected a whole number, got 'sixty'"),
+        ("steps: 60", "steps: 1e2", True, "`steps`: expected a whole number; write 100"),
+        ("steps: 60", "steps: 0", True, "`steps`: expected greater than or equal to 1, got 0"),
+        ("steps: 60", "steps:", True, "`steps`: expected a whole number, got None"),
+        ("steps: 60", "steps: [60]", True, "`steps`: expected one value, not a list"),
+        ("use_cache: false", "use_cache: no", True, "`use_cache`: expected true or false, got 'no'"),
+        ("precision: fp32", "precision: pf32", True, "'pf32' is not one of fp32, tf32"),
+        ("precision: fp32", "precision: fp3", True, "Did you mean `fp32`?"),
+        ("model: gpt2 ", "model: gpt2-mediun ", True, "Did you mean `gpt2-medium`?"),
+        ("tokens_per_step: 4096", "tokens_per_step: 5000", True, "nearest: 4096 or 8192"),
+        ("tokens_per_step: 4096", "tokens_per_step: 100", True, "nearest: 4096"),
+        ("lr_warmup_steps: 5", "lr_warmup_steps: 61", True, "61 warm-up steps in a run of 60 steps"),
+        ("seed: 0 ", "compile: default\nseed: 0 ", True, "`compile` is planned but not built yet"),
+        ("seed: 0 ", "overrides: 1\nseed: 0 ", True, "unknown key `overrides`"),
+        ("seed: 0 ", "", False, "missing key `seed`"),
+        ("  model: gpt2-nano", "  modle: gpt2-nano", True, "unknown key `modle`. Did you mean `model`?"),
+        ("  model: gpt2-nano", "  name: other", True, "`name` cannot stand under `when_cpu`"),
+        ("  tokens_per_step: 512", "  tokens_per_step: 500", True, "nearest: 512"),
+        ("  steps: 60", "  steps: -1", True, "got -1"),
+        ("learning_rate: 6e-4", "learning_rate: .inf", True, "`learning_rate`: expected"),
+        ("learning_rate: 6e-4", "learning_rate: 0x10", True, "`learning_rate`: expected"),
+    ],
+)
+def test_mistake_is_reported_where_it_stands(write, old, new, line, expected):
+    path = write(changed(old, new))
+    found = [e for e in errors_of(path) if expected in e]
+    assert found
+    if line:
+        at = found[0].removeprefix(str(path)).split(":")[1]
+        key = new.strip().splitlines()[-1 if "given twice" in expected else 0].split(":")[0]
+        assert path.read_text().splitlines()[int(at) - 1].strip().startswith(key)
+
+
+def test_all_mistakes_are_reported_at_once(write):
+    text = changed("steps: 60", "steps: x").replace("seed: 0 ", "sede: 0 ").replace("dropout: 0.1", "dropout: 2.0")
+    errors = "\n".join(errors_of(write(text)))
+    assert all(key in errors for key in ("`steps`", "`sede`", "`seed`", "`dropout`"))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a: [1, 2", "not YAML"),
+        (b"key: value: more", "not YAML"),
+        (b"", "is empty"),
+        (b"# only a comment\n", "is empty"),
+        (b"- a\n- b\n", "expected lines of `key: value`"),
+        (b"just text", "expected lines of `key: value`"),
+        (b"\x00\x01\x02\xff\xfe", "not"),
+        (b"\xff\xd8\xff\xe0 jpeg", "not UTF-8"),
+        (b"seed: 0\n---\nseed: 1\n", "second YAML document"),
+        (b"a: " + b"x" * 70_000, "larger than 64 KiB"),
+        (b"a: &a [1]\nb: *a\n", "expected one value"),
+        (b"<<: {seed: 1}\n", "`<<`"),
+        (b"seed: !!python/object/apply:os.system ['true']\n", "`seed`"),
+        (b"[" * 5000, "not YAML"),
+    ],
+)
+def test_file_that_is_no_config_is_refused(write, content, expected):
+    assert expected in "\n".join(errors_of(write(content)))
+
+
+def test_folder_and_missing_file_are_refused(tmp_path):
+    assert "folder" in errors_of(tmp_path)[0]
+    assert "Did you mean `fp32_config.yaml`" in errors_of(tmp_path / "fp32_confg.yaml")[0]
+
+
+def test_numbers_are_read_as_numbers(write):
+    text = changed("learning_rate: 6e-4", "learning_rate: 1_0e-5").replace(
+        "tokens_per_step: 4096", "tokens_per_step: 4_096"
+    )
+    config = load_config(write(text))
+    assert (config.learning_rate, config.tokens_per_step) == (1e-4, 4096)
+
+
+def test_override_beats_when_cpu_beats_file(write):
+    config = load_config(write(GOOD), steps=7)
+    assert (config.on("cpu").steps, config.on("cuda").steps) == (7, 7)
+    assert (config.on("cpu").seq_len, config.on("cuda").seq_len) == (128, 512)
+    cpu = "\n".join(config.changes("cpu"))
+    assert "steps 7 (file: 60)" in cpu
+    assert "seq_len 128" in cpu
+    assert "seq_len" not in "\n".join(config.changes("cuda"))
+
+
+def test_bad_override_names_the_key(write):
+    path = write(GOOD)
+    with pytest.raises(ConfigError, match=r"unknown key `step`\. Did you mean `steps`"):
+        load_config(path, step=3)
+    with pytest.raises(ConfigError, match="expected key=value"):
+        parse_overrides(["steps"])
+    assert parse_overrides(["learning_rate=3e-4", "use_cache=true", "note=a b"]) == {
+        "learning_rate": 3e-4,
+        "use_cache": True,
+        "note": "a b",
+    }
+
+
+def test_config_cannot_be_changed(write):
+    config = load_config(write(GOOD))
+    with pytest.raises(ValueError, match="frozen"):
+        config.steps = 1
+
+
+def test_corpus_path_is_relative_to_the_file(write, tmp_path):
+    config = load_config(write(changed("corpus: stdlib ", "corpus: mine.txt ")))
+    assert config.corpus == str((tmp_path / "mine.txt").resolve())
+
+
+def test_schema_file_equals_the_model():
+    assert (REPO / "configs" / "schema.json").read_text(encoding="utf-8") == schema_text()
+    assert set(json.loads(schema_text())["properties"]) == {*KEYS, "when_cpu"}
+    for name in NAMES:
+        assert "$schema=schema.json" in committed(f"configs/{name}_config.yaml")
+
+
+def test_planned_keys_are_not_keys_yet():
+    assert not set(NOT_BUILT) & set(KEYS)
+
+
+def test_check_needs_no_torch():
+    code = "import sys, labutils.cli as c; assert c.main(['check', 'bf16']) == 0 and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from labutils.device import GpuFacts, choose_device, device_name, diagnose, environment, setup
+
+CARD = ("NVIDIA RTX 4060",)
+NEW = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_120", "compute_120")
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (GpuFacts(CARD, None, False), ("CPU build", "pip install")),
+        (
+            GpuFacts(CARD, "13.0", False, "The NVIDIA driver on your system is too old (found 11040)"),
+            ("too old", "update"),
+        ),
+        (GpuFacts(CARD, "13.0", False, "CUDA unknown error"), ("CUDA unknown error", "nvidia-smi")),
+        (GpuFacts(CARD, "13.0", False, hidden=True), ("CUDA_VISIBLE_DEVICES", "unset")),
+        (GpuFacts(CARD, "13.0", True, capability=(6, 1), arch_list=NEW), ("6.1", "install a torch that supports")),
+        (GpuFacts(("Tesla V100",), "13.0", True, capability=(7, 0), arch_list=NEW), ("7.0", "Tesla V100")),
+    ],
+)
+def test_unusable_card_is_named_with_its_mend(facts, expected):
+    problem = diagnose(facts)
+    assert facts.cards[0] in problem
+    assert all(text in problem for text in expected)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        GpuFacts((), None, False),
+        GpuFacts((), "13.0", False, "Found no NVIDIA driver"),
+        GpuFacts(CARD, "13.0", True, capability=(8, 9), arch_list=NEW),  # sm_86 code runs on 8.9
+        GpuFacts(CARD, "13.0", True, capability=(9, 0), arch_list=("sm_90",)),
+        GpuFacts(CARD, "13.0", True, capability=(12, 1), arch_list=NEW),
+        GpuFacts(CARD, "12.8", True, capability=(12, 0), arch_list=("sm_80", "compute_90")),  # compiled from PTX
+        GpuFacts(CARD, "13.0", True, capability=(9, 0), arch_list=("sm_90a", "sm_90")),
+    ],
+)
+def test_usable_card_or_none_is_no_problem(facts):
+    assert diagnose(facts) is None
+
+
+def test_newer_minor_code_does_not_run_on_an_older_card():
+    assert "8.0" in diagnose(GpuFacts(CARD, "13.0", True, capability=(8, 0), arch_list=("sm_86", "sm_90")))
+
+
+def test_setup_warns_of_an_unusable_card_before_anything_trains(monkeypatch, capsys):
+    monkeypatch.setattr("labutils.device.gpu_facts", lambda: GpuFacts(CARD, None, False))
+    assert setup().type == "cpu"
+    printed = capsys.readouterr().out
+    assert printed.startswith("!! A GPU IS NOT USED: NVIDIA RTX 4060")
+
+
+def test_environment_is_text_and_names_the_device():
+    where = choose_device()
+    facts = environment(where)
+    assert all(isinstance(value, str) and value for value in facts.values())
+    assert facts["device"] == device_name(where)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import labutils as lab
+from labutils.memory import CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, REST, cuda_memory, tensor_bytes
+from labutils.precision import autocast, grad_scaler
+from tests.helpers import CPU, regression_batches, squared_error_sum
+
+WIDTH, ROWS = 64, 32
+
+
+def chain(depth: int = 3) -> nn.Module:
+    """Linear layers without bias: each keeps its input for backward, and nothing else."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+
+
+def step_report(model, batches, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(ROWS, WIDTH)
+    model(x).sum().backward()
+    optimizer.step()
+    return lab.measure_step(model, batches, lambda m, b: m(b).sum(), optimizer, **options)
+
+
+def test_standing_bytes_are_exact():
+    model = chain()
+    report = step_report(model, [torch.randn(ROWS, WIDTH)])
+    weights = 4 * 3 * WIDTH**2
+    for phase in ("forward", "backward", "optimizer"):
+        assert report.phases[phase][PARAMETERS] == weights
+        assert report.phases[phase][OPTIMIZER] == 2 * weights + 3 * 4  # two moments, and a step counter each
+    assert report.phases["optimizer"][GRADIENTS] == weights
+    assert report.phases["forward"][GRADIENTS] == 0
+    assert tuple(report.categories) == CATEGORIES
+
+
+def test_forward_peak_is_what_arithmetic_says():
+    report = step_report(chain(), [torch.randn(ROWS, WIDTH)])
+    outputs = 3 * 4 * ROWS * WIDTH  # each layer's output; the batch itself existed before
+    assert report.phases["forward"][REST] == pytest.approx(outputs, abs=64)
+
+
+def test_gradients_stay_alive_between_micro_batches():
+    batch = torch.randn(ROWS, WIDTH)
+    one, two = (step_report(chain(), [batch] * n) for n in (1, 2))
+    assert two.phases["forward"][GRADIENTS] == 4 * 3 * WIDTH**2
+    assert one.phases["forward"][GRADIENTS] == 0
+    assert two.phases["forward"][REST] == pytest.approx(one.phases["forward"][REST], abs=64)
+
+
+def test_peak_is_the_largest_phase():
+    report = step_report(chain(), [torch.randn(ROWS, WIDTH)])
+    totals = {phase: sum(parts.values()) for phase, parts in report.phases.items()}
+    assert report.peak_bytes == max(totals.values())
+    assert totals[report.peak_phase] == report.peak_bytes
+
+
+def test_measured_peak_grows_with_the_batch():
+    small, large = (step_report(chain(), [torch.randn(n, WIDTH)]) for n in (8, 800))
+    assert large.peak_bytes > small.peak_bytes + 2 * 4 * 790 * WIDTH
+
+
+def test_autocast_keeps_parameters_gradients_and_moments_in_float32():
+    reports = []
+    for name in ("fp32", "bf16"):
+        options = {"autocast": partial(autocast, name, CPU), "scaler": grad_scaler(name, CPU)}
+        reports.append(step_report(chain(), [torch.randn(ROWS, WIDTH)], **options))
+    for category in (PARAMETERS, GRADIENTS, OPTIMIZER):
+        assert reports[0].phases["optimizer"][category] == reports[1].phases["optimizer"][category]
+
+
+def test_measured_step_is_a_real_step():
+    model = chain()
+    before = model[0].weight.detach().clone()
+    step_report(model, [torch.randn(ROWS, WIDTH)])
+    assert not torch.equal(before, model[0].weight)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_tied_weights_count_once():
+    model = lab.build_model()
+    assert tensor_bytes(list(model.parameters())) == 4 * sum(p.numel() for p in model.parameters())
+    assert tensor_bytes([model.lm_head.weight, model.transformer.wte.weight]) == 4 * 2048 * 128
+
+
+def test_cuda_statistics_are_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="no CUDA memory"):
+        cuda_memory(CPU)
+
+
+def test_measuring_says_nothing_on_stderr(capfd):
+    step_report(chain(), [torch.randn(ROWS, WIDTH)])
+    assert capfd.readouterr().err == ""
+
+
+def test_free_memory_works_without_cuda():
+    lab.free_memory()
+
+
+def test_loss_fn_of_another_kind_works():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = lab.measure_step(model, regression_batches(2), squared_error_sum, optimizer)
+    assert set(report.phases) >= {"forward", "backward"}

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils.models import SIZES, WeightsUnavailable
+from tests.helpers import REPO
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-xl", 1557.6)])
+def test_sizes_have_gpt2s_parameter_counts(name, millions):
+    with torch.device("meta"):
+        model = lab.build_model(name)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_model_is_in_training_mode_with_tied_embeddings():
+    model = lab.build_model()
+    assert model.training
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_one_seed_gives_one_model():
+    a, b, c = (lab.build_model(seed=s).transformer.h[0].attn.c_attn.weight for s in (0, 0, 1))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_lm_loss_is_hugging_faces_loss():
+    model = lab.build_model(dropout=0.0)
+    ids = torch.randint(0, 2048, (2, 16))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch["labels"][0, 5:] = -100
+    ours = lab.lm_loss_sum(model, batch) / lab.count_targets(batch)
+    assert ours.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    assert lab.count_targets(batch) == 4 + 15
+
+
+def test_tanh_gelu_is_the_same_function():
+    ids = torch.randint(0, 2048, (2, 16))
+    a, b = (lab.build_model(activation=name).eval()(input_ids=ids).logits for name in ("gelu_new", "gelu_tanh"))
+    assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_sequences_longer_than_1024_work_with_random_weights():
+    model = lab.build_model(seq_len=1100)
+    assert model(input_ids=torch.zeros(1, 1100, dtype=torch.long)).logits.shape == (1, 1100, 2048)
+
+
+def test_flops_per_token_of_gpt2():
+    with torch.device("meta"):
+        model = lab.build_model("gpt2")
+    assert lab.flops_per_token(model, 1024) == pytest.approx(8.55e8, rel=2e-3)
+
+
+def test_random_weights_touch_no_network(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    lab.build_model()
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://10.255.255.1"])
+def test_pretrained_without_a_hub_says_so_within_five_seconds(endpoint, tmp_path):
+    code = (
+        "import labutils as lab, time, transformers; from labutils.models import WeightsUnavailable; t = time.time()\n"
+        "try: lab.build_model('gpt2', weights='pretrained')\n"
+        "except WeightsUnavailable as e: print(e); assert time.time() - t < 5\n"
+        "else: raise SystemExit('no error')"
+    )
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO)
+    assert answer.returncode == 0, answer.stderr
+    assert "weights: random" in answer.stdout
+    assert "HF_HOME" in answer.stdout
+
+
+def test_cached_pretrained_weights_load_in_training_mode(tmp_path, monkeypatch):
+    """A hub cache as it lies on disk, with a small model in it; the real loading code reads it."""
+    monkeypatch.setitem(SIZES, "gpt2", SIZES["gpt2-nano"])
+    snapshot = tmp_path / "hub" / "models--openai-community--gpt2" / "snapshots" / "abc"
+    (snapshot.parent.parent / "refs").mkdir(parents=True)
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    saved = lab.build_model("gpt2", seed=5)
+    saved.save_pretrained(snapshot)
+    lab.load_corpus().tokenizer.save(str(snapshot / "tokenizer.json"))
+    code = (
+        "import sys, labutils as lab, labutils.models as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
+        "model = lab.build_model('gpt2', weights='pretrained', dropout=0.25)\n"
+        "print(model.training, model.config.resid_pdrop, model.transformer.wpe.weight.sum().item())\n"
+        "print(m.pretrained_tokenizer('gpt2').get_vocab_size())"
+    )
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO)
+    assert answer.returncode == 0, answer.stderr
+    training, dropout, total, vocabulary = answer.stdout.split()
+    assert (training, dropout, vocabulary) == ("True", "0.25", "2048")
+    assert float(total) == pytest.approx(saved.transformer.wpe.weight.sum().item(), abs=1e-3)
+
+
+def test_weights_unavailable_is_a_runtime_error():
+    assert issubclass(WeightsUnavailable, RuntimeError)
+
+
+def test_building_and_running_says_nothing_on_stderr():
+    code = "import labutils as lab, torch; x = torch.zeros(1, 4).long(); lab.build_model()(input_ids=x, labels=x)"
+    answer = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert answer.returncode == 0
+    assert answer.stderr == ""
+
+
+def test_import_costs_nothing():
+    code = "import sys, labutils; assert not {'torch', 'pandas', 'matplotlib', 'pydantic'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)

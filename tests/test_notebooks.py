@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+
+import matplotlib as mpl
+import nbformat
+import pytest
+
+from labutils.notebooks import tidy
+from tests.helpers import REPO, committed
+
+mpl.use("Agg")
+NAMES = sorted(path.name for path in REPO.glob("0*.ipynb"))
+LEAK = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt|Users)/\w+|site-packages|ipykernel_\d+|[A-Z]:\\\\Users")
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.reads(committed(name), as_version=4)
+
+
+def code_cells(notebook) -> list[str]:
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def sections(notebook) -> dict[str, list[str]]:
+    """Return {heading: code cells}; what stands before the second heading's first code cell is the setup."""
+    found, heading = {"setup": []}, "setup"
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (title := re.search(r"^##? (?!#)(.+)$", cell.source, re.M)):
+            heading = title.group(1) if found["setup"] else "setup"
+            found.setdefault(heading, [])
+        elif cell.cell_type == "code":
+            found[heading].append(cell.source)
+    return {title: cells for title, cells in found.items() if cells}
+
+
+def outputs(notebook):
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            texts = [output.get("text", "")]
+            texts += [value for kind, value in output.get("data", {}).items() if kind.startswith("text/")]
+            yield cell, output, "".join(texts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_outputs_are_clean(name):
+    notebook = read(name)
+    assert len(committed(name)) < 1_000_000
+    assert not notebook.metadata.get("widgets")
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    assert counts == list(range(1, len(counts) + 1))
+    for cell, output, text in outputs(notebook):
+        assert output.output_type != "error" or "raises-exception" in cell.metadata.get("tags", [])
+        assert output.get("name") != "stderr", text
+        assert not LEAK.search(text), text
+        assert "\r" not in text
+    assert sum("image/png" in output.get("data", {}) for _, output, _ in outputs(notebook)) >= 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_code_cells_are_short(name):
+    lengths = sorted(len(source.splitlines()) for source in code_cells(read(name)))
+    assert lengths[-1] <= 40
+    assert lengths[len(lengths) // 2] <= 10
+    setup = sections(read(name))["setup"]
+    assert len(setup) == 1
+    assert len(setup[0].splitlines()) <= 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_are_described_and_ideas_are_short(name):
+    notebook = read(name)
+    for cell, following in zip(notebook.cells, [*notebook.cells[1:], None], strict=True):
+        if cell.cell_type == "markdown":
+            for idea in re.findall(r"\*\*Idea\.\*\*(.*?)(?:\n\n|\Z)", cell.source, re.S):
+                assert len(idea.split()) <= 80, idea
+        elif any("image/png" in output.get("data", {}) for output in cell.outputs):
+            assert sum("image/png" in output.get("data", {}) for output in cell.outputs) == 1
+            assert following.cell_type == "markdown"
+    figures = sum("image/png" in output.get("data", {}) for _, output, _ in outputs(notebook))
+    described = sum(cell.source.count("figure ") for cell in notebook.cells if cell.cell_type == "markdown")
+    assert described >= figures
+
+
+@pytest.mark.parametrize(("name", "title"), [(n, t) for n in NAMES for t in sections(read(n)) if t != "setup"])
+def test_setup_plus_one_section_runs_alone(name, title, monkeypatch, capsys):
+    monkeypatch.chdir(REPO)
+    parts = sections(read(name))
+    namespace = {"__name__": "__main__"}
+    for source in (*parts["setup"], *parts[title]):
+        exec(compile(ast.parse(source), f"{name}: {title}", "exec"), namespace)
+    mpl.pyplot.close("all")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(name, tmp_path):
+    setup = sections(read(name))["setup"][0]
+    hide = "import sys\nsys.modules['labutils'] = None\n"
+    answer = subprocess.run([sys.executable, "-c", hide + setup], cwd=tmp_path, capture_output=True, text=True)
+    assert answer.returncode == 1
+    assert "pip install -e ." in answer.stderr.splitlines()[-1]
+
+
+def test_carriage_returns_are_folded():
+    cell = nbformat.v4.new_code_cell("x")
+    cell.outputs = [
+        nbformat.v4.new_output("stream", name="stdout", text=text)
+        for text in ("a: 0%|  |", "\ra: 50%|# |", "\ra: 100%|##|\n", "done\n")
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    tidy(notebook)
+    assert [output.text for output in notebook.cells[0].outputs] == ["a: 100%|##|\ndone\n"]
+
+
+# ---- the rules that make nbval strict
+
+
+def run_pytest(folder, cells: list[tuple[str, list[str]]]) -> subprocess.CompletedProcess:
+    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "x"}})
+    for source, tags in cells:
+        notebook.cells.append(nbformat.v4.new_code_cell(source, metadata={"tags": tags}))
+    nbformat.write(notebook, folder / "x.ipynb")
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(folder / "x.ipynb")]
+    return subprocess.run([*command, "-c", "pyproject.toml"], cwd=REPO, capture_output=True, text=True)
+
+
+def test_a_notebook_stops_at_its_first_failure(tmp_path):
+    answer = run_pytest(tmp_path, [("x = 1", []), ("1 / 0", []), ("x", []), ("x", [])])
+    assert answer.returncode == 1
+    assert "1 failed, 1 passed, 2 skipped" in answer.stdout
+
+
+def test_a_cell_that_should_have_raised_fails(tmp_path):
+    answer = run_pytest(tmp_path, [("1 / 0", ["raises-exception"]), ("1", ["raises-exception"])])
+    assert answer.returncode == 1
+    assert "1 failed, 1 passed" in answer.stdout
+    assert "raised nothing" in answer.stdout
+
+
+def test_checked_output_that_differs_fails(tmp_path):
+    path = tmp_path / "x.ipynb"
+    run_pytest(tmp_path, [("# NBVAL_CHECK_OUTPUT\nprint(1)", [])])
+    notebook = json.loads(path.read_text())
+    notebook["cells"][0]["outputs"] = [{"output_type": "stream", "name": "stdout", "text": ["2\n"]}]
+    notebook["cells"][0]["execution_count"] = 1
+    path.write_text(json.dumps(notebook))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path), "-c", "pyproject.toml"]
+    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 1

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+
+from labutils import plotting
+from labutils.records import MemoryReport, Series
+from tests.test_records import record
+
+PARTS = {"parameters": 2**20, "gradients": 0, "optimizer state": 2**21, "activations and temporaries": 3 * 2**20}
+
+
+def runs():
+    memory = MemoryReport(phases={"backward": PARTS}, method="test")
+    series = Series(loss=[3.0, 2.0, 1.0], loss_scale=[4.0, 2.0, 2.0], skipped=[True, False, False], step_ms=[1.0] * 3)
+    return [record(name, memory=memory, series=series) for name in ("fp32", "fp32", "bf16")]
+
+
+DRAWINGS = {
+    "bit_layout": lambda ax: plotting.bit_layout(ax=ax),
+    "ranges": lambda ax: plotting.ranges(ax=ax),
+    "relative_spacing": lambda ax: plotting.relative_spacing(ax=ax),
+    "gradient_histogram": lambda ax: plotting.gradient_histogram(torch.randn(100), 2.0**10, ax),
+    "step_times": lambda ax: plotting.step_times(runs(), ax),
+    "throughput": lambda ax: plotting.throughput(runs(), ax),
+    "peaks": lambda ax: plotting.peaks(runs(), ax),
+    "losses": lambda ax: plotting.losses(runs(), ax),
+    "loss_scale": lambda ax: plotting.loss_scale(runs()[0], ax),
+    "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
+    "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
+}
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_drawing_uses_and_returns_the_given_axis(name):
+    figure, ax = plt.subplots()
+    assert DRAWINGS[name](ax) is ax
+    assert ax.has_data()
+    assert ax.get_xlabel() or name == "heat_map"
+    assert plt.get_fignums() == [figure.number]
+    plt.close("all")
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_drawing_makes_an_axis_if_none_is_given(name):
+    assert DRAWINGS[name](None).has_data()
+    plt.close("all")
+
+
+def test_repeated_runs_share_a_bar_and_bars_show_the_numbers():
+    ax = plotting.step_times(runs())
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["fp32", "bf16"]
+    assert [p.get_width() for p in ax.patches] == [10.0, 10.0]
+    plt.close("all")
+
+
+def test_stacked_memory_sums_to_the_peak():
+    ax = plotting.peaks(runs())
+    assert max(p.get_x() + p.get_width() for p in ax.patches) == pytest.approx(6.0)
+    plt.close("all")
+
+
+def test_four_panels_has_four():
+    assert plotting.four_panels(runs()).shape == (2, 2)
+    plt.close("all")
+
+
+def test_unsupported_runs_are_left_out_of_figures():
+    ax = plotting.throughput([*runs(), record("tf32", outcome="unsupported", timing=None)])
+    assert "tf32" not in [t.get_text() for t in ax.get_yticklabels()]
+    plt.close("all")

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from labutils import precision
+from labutils.precision import PrecisionUnsupported, Support, cuda_support, steps_for
+from tests.helpers import CPU
+
+CARDS = {  # compute capability, BF16 hardware → precisions with fast hardware, precisions refused
+    "GTX 1080": ((6, 1), False, set(), {"tf32", "bf16"}),
+    "V100": ((7, 0), False, {"fp16"}, {"tf32", "bf16"}),
+    "T4": ((7, 5), False, {"fp16"}, {"tf32", "bf16"}),
+    "A100": ((8, 0), True, {"fp16", "tf32", "bf16"}, set()),
+    "RTX 4090": ((8, 9), True, {"fp16", "tf32", "bf16"}, set()),
+    "H200": ((9, 0), True, {"fp16", "tf32", "bf16"}, set()),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_support_of_named_cards(card):
+    capability, bf16, fast, refused = CARDS[card]
+    answers = {p: cuda_support(p, capability, bf16) for p in ("tf32", "fp16", "bf16")}
+    assert {p for p, a in answers.items() if not a.ok} == refused
+    assert {p for p, a in answers.items() if a.ok and not a.slow} == fast
+    assert all(a.reason for a in answers.values())
+    assert all("use fp16" in answers[p].reason for p in refused)
+
+
+def test_tf32_is_refused_on_a_cpu_with_a_way_out():
+    with pytest.raises(PrecisionUnsupported, match=r"tf32 cannot run here.*use fp32"):
+        precision.require("tf32", CPU)
+
+
+def test_cpu_probe_answers_from_the_measured_ratio(monkeypatch):
+    for ratio, slow in ((1.1, False), (80.0, True)):
+        monkeypatch.setattr(precision, "_cpu_slowdown", lambda dtype, ratio=ratio: ratio)
+        assert precision.support("bf16", CPU).slow is slow
+
+
+def test_slow_precision_runs_fewer_steps_never_more():
+    slow, fast = Support(True, True, ""), Support(True, False, "")
+    assert [steps_for(n, slow) for n in (4, 60, 800)] == [4, 8, 100]
+    assert steps_for(60, fast) == 60
+
+
+def test_tf32_switch_is_put_back():
+    before = torch.backends.cuda.matmul.fp32_precision
+    with pytest.raises(RuntimeError, match="inside"), precision.tf32(True):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        raise RuntimeError("inside")
+    with precision.tf32(False):
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_autocast_gives_the_dtype_of_the_precision(name, dtype):
+    with precision.autocast(name, CPU):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+def test_only_fp16_is_scaled():
+    scaled = {p for p in precision.PRECISIONS if precision.grad_scaler(p, CPU).is_enabled()}
+    assert scaled == {"fp16"}
+
+
+def test_peak_rate_says_where_it_is_from():
+    rate, source = precision.peak_rate("fp32", CPU)
+    assert rate > 1e8
+    assert "measured here" in source

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+from torch import nn
+
+import labutils as lab
+from labutils.experiment import build_optimizer, learning_rate_at
+from labutils.precision import grad_scaler
+from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, two_layers
+
+train = partial(lab.train, loss_fn=squared_error_sum, count_targets=count_rows, progress=False)
+
+
+def sgd(model, rate=0.1):
+    return torch.optim.SGD(model.parameters(), lr=rate)
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_module_that_is_not_gpt_trains():
+    model = two_layers()
+    batch = regression_batches(1)[0]
+    record = train(model, (batch for _ in count()), optimizer=sgd(model), steps=50)
+    assert record.outcome == "completed"
+    assert len(record.series.loss) == 50
+    assert record.series.loss[-1] < 0.8 * record.series.loss[0]
+
+
+@pytest.mark.parametrize("sizes", [(6, 6, 6, 6), (1, 11, 2, 10)])
+def test_accumulated_gradients_equal_full_batch(sizes):
+    full = regression_batches(1, size=24)[0]
+    parts, start = [], 0
+    for size in sizes:
+        parts.append({key: value[start : start + size] for key, value in full.items()})
+        start += size
+    results = []
+    for batches, accumulate in (([full], 1), (parts, 4)):
+        model = two_layers()
+        record = train(model, batches, optimizer=sgd(model), steps=1, grad_accum_steps=accumulate, max_grad_norm=1e9)
+        results.append((flat(model), record.series.loss[0], record.series.grad_norm[0]))
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
+    assert results[0][1:] == pytest.approx(results[1][1:], rel=1e-5)
+
+
+def test_one_seed_gives_identical_losses_twice():
+    series = []
+    for _ in range(2):
+        model = lab.build_model("gpt2-nano", seed=3)
+        blocks, _ = lab.load_corpus().split(32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        record = lab.train(model, lab.batches(blocks, 2, 0), lab.lm_loss_sum, optimizer, steps=4, progress=False)
+        series.append(record.series.loss)
+    assert series[0] == series[1]
+
+
+def test_scaling_changes_no_step_where_nothing_under_or_overflows():
+    """A power of two moves no mantissa bit, so FP16 gradients in the normal range come back exactly."""
+    results = []
+    for scale in (2.0**8, 2.0**11):
+        model = two_layers()
+        scaler = grad_scaler("fp16", CPU, init_scale=scale)
+        train(model, regression_batches(5), optimizer=sgd(model), steps=5, precision_name="fp16", scaler=scaler)
+        results.append(flat(model))
+    assert torch.equal(*results)
+
+
+def test_clipping_acts_on_unscaled_gradients():
+    model = two_layers()
+    before = flat(model)
+    scaler = grad_scaler("fp16", CPU, init_scale=2.0**10)
+    record = train(
+        model,
+        regression_batches(1),
+        optimizer=sgd(model, 1.0),
+        steps=1,
+        precision_name="fp16",
+        scaler=scaler,
+        max_grad_norm=0.01,
+    )
+    assert (flat(model) - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert 0.01 < record.series.grad_norm[0] < 100
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale():
+    model = two_layers()
+    before = flat(model)
+    huge = {key: value * 1e4 for key, value in regression_batches(1)[0].items()}
+    scaler = grad_scaler("fp16", CPU, init_scale=2.0**16)
+    record = train(
+        model, [huge], optimizer=sgd(model), steps=1, precision_name="fp16", scaler=scaler, max_grad_norm=1.0
+    )
+    assert record.series.skipped == [True]
+    assert torch.equal(flat(model), before)
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_skips_and_scales_of_a_run_are_recorded():
+    model = two_layers()
+    scaler = grad_scaler("fp16", CPU, init_scale=2.0**24, growth_interval=3)
+    batches = regression_batches(20)
+    record = train(model, batches, optimizer=sgd(model, 1e-3), steps=20, precision_name="fp16", scaler=scaler)
+    scales = record.series.loss_scale
+    for before, after, skipped in zip(scales, [*scales[1:], scaler.get_scale()], record.series.skipped, strict=True):
+        assert (after == before / 2) if skipped else after in (before, 2 * before)
+    assert any(record.series.skipped) and not all(record.series.skipped)
+
+
+def test_lasting_non_finite_losses_stop_the_run_and_keep_the_record():
+    model = two_layers()
+    good, bad = regression_batches(2)
+    bad["x"] = bad["x"] * math.nan
+    record = train(model, [good, good] + [bad] * 20, optimizer=sgd(model), steps=22)
+    assert record.outcome == "non_finite"
+    assert len(record.series.loss) == 7
+    assert "since step 3" in record.reason
+    assert "learning_rate" in record.reason
+
+
+def test_a_single_nan_does_not_stop_an_fp16_run():
+    model = two_layers()
+    good, bad = regression_batches(2)
+    bad["x"] = bad["x"] * math.nan
+    record = train(model, [good, bad, good, good], optimizer=sgd(model), steps=4, precision_name="fp16")
+    assert record.outcome == "completed"
+    assert record.series.skipped[1]
+    assert flat(model).isfinite().all()
+
+
+def test_ctrl_c_returns_the_partial_record():
+    def batches():
+        yield from regression_batches(3)
+        raise KeyboardInterrupt
+
+    model = two_layers()
+    record = train(model, batches(), optimizer=sgd(model), steps=10)
+    assert record.outcome == "interrupted"
+    assert len(record.series.loss) == len(record.series.step_ms) == 3
+    assert "after 3 of 10 steps" in record.reason
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_batches_that_end_early_are_reported():
+    model = two_layers()
+    record = train(model, regression_batches(3), optimizer=sgd(model), steps=5)
+    assert len(record.series.loss) == 3
+    assert "ended after 3 of 5 steps" in record.reason
+
+
+def test_held_out_loss_is_taken_without_dropout_and_training_goes_on():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    held_out = regression_batches(2, seed=9)
+    record = train(model, regression_batches(4), optimizer=sgd(model, 1e-9), steps=4, held_out=held_out, eval_every=2)
+    assert [step for step, _ in record.held_out] == [2, 4]
+    assert record.held_out[0][1] == pytest.approx(record.held_out[1][1], rel=1e-4)
+    assert model.training
+    model.eval()
+    expected = sum(squared_error_sum(model, b).item() for b in held_out) / 12
+    assert record.held_out[1][1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_unsupported_precision_is_refused_before_any_work():
+    model = two_layers()
+    with pytest.raises(RuntimeError, match="tf32"):
+        train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="tf32")
+
+
+def test_schedule_warms_up_then_falls_to_a_tenth():
+    config = lab.load_config("fp32", steps=100, lr_warmup_steps=10, learning_rate=1.0, lr_schedule="cosine")
+    rates = [learning_rate_at(step, config) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == max(rates) == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    constant = lab.load_config("fp32", steps=100, lr_warmup_steps=0, learning_rate=1.0, lr_schedule="constant")
+    assert {learning_rate_at(step, constant) for step in range(100)} == {1.0}
+
+
+def test_schedule_reaches_the_optimizer():
+    model = two_layers()
+    record = train(
+        model, regression_batches(3), optimizer=sgd(model), steps=3, learning_rate_at=lambda step: 0.1 * (step + 1)
+    )
+    assert record.series.learning_rate == pytest.approx([0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_optimizer_implementations_agree(optimizer, implementation):
+    weights = []
+    for chosen in ("for_loop", implementation):
+        model = two_layers()
+        config = lab.load_config("fp32", optimizer=optimizer, optimizer_impl=chosen, learning_rate=0.01)
+        train(model, regression_batches(5), optimizer=build_optimizer(model, config), steps=5)
+        weights.append(flat(model))
+    assert torch.allclose(*weights, atol=1e-6)
+
+
+def test_weight_decay_spares_biases():
+    model = two_layers()
+    groups = build_optimizer(model, lab.load_config("fp32", weight_decay=0.5)).param_groups
+    assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
+    assert all(p.dim() == 1 for p in groups[1]["params"])
+    assert sum(len(g["params"]) for g in groups) == 4
