@@ -218,6 +218,28 @@ def loss_scale(record: RunRecord, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def reconcile(rows: Mapping[str, Mapping[str, float | None]], what: str, ax: Axes | None = None) -> Axes:
+    """Draw {row: {guess, prediction, measurement, …: ratio}} as points on a log axis; None is left out."""
+    ax = _axis(ax, 7, 0.6 * len(rows) + 1.4)
+    kinds = list(dict.fromkeys(kind for values in rows.values() for kind in values))
+    for i, kind in enumerate(kinds):
+        points = [(values[kind], y) for y, values in enumerate(rows.values()) if values.get(kind) is not None]
+        for x, y in points:
+            ax.annotate(f"{x:.2g}×", (x, y), xytext=(0, 8), textcoords="offset points", ha="center")
+        if points:
+            ax.plot(*zip(*points, strict=True), MARKERS[i], color=COLORS[i], ms=9, label=kind)
+    ax.axvline(1, color=BLACK, lw=0.8, ls=":")
+    ax.set_xscale("log")
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_ylim(len(rows) - 0.5, -0.6)
+    ax.margins(x=0.1)
+    ax.set_xlabel(what)
+    if kinds and rows:
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
 def rates(by_name: Mapping[str, Mapping[int, float]], ax: Axes | None = None) -> Axes:
     """Draw {name: {n: GFLOP/s of an n×n product}} on log axes."""
     ax = _axis(ax)

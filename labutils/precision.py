@@ -143,9 +143,11 @@ def _rounded(ratio: float) -> str:
 def matmul_rate(dtype: torch.dtype, device: torch.device, n: int, repeats: int = 5) -> float:
     """Return the FLOP/s of an n×n by n×n product, 2n³ operations: the best of `repeats` after one warm-up.
 
-    On CUDA ten products are timed together with events, so that launch overhead does not count.
+    On CUDA ten products are timed together with events, so that launch overhead does not count. The numbers are random
+    (zeros are faster) and drawn apart from torch's global generator: probing changes no training.
     """
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
     a @ b
     if device.type == "cuda":
         return 2 * n**3 / min(_cuda_seconds(a, b) for _ in range(repeats))

@@ -116,9 +116,18 @@ def test_wrong_usage_exits_with_2_and_help_with_0(capsys):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_ends_a_run_with_130_and_a_partial_record(runs):
     command = [sys.executable, "-m", "labutils", "run", "fp32", *TINY[2:], "--set", "steps=3000"]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while "step/s" not in process.stdout.read(20):  # the progress bar of training
-        pass
+    process = subprocess.Popen(
+        command,
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell may have ignored it
+    )
+    printed = ""
+    while "loss " not in printed:  # the progress bar after some steps
+        printed += (character := process.stdout.read(1))
+        assert character, process.stderr.read()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors

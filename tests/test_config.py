@@ -179,7 +179,8 @@ def test_corpus_path_is_relative_to_the_file(write, tmp_path):
 
 
 def test_schema_file_equals_the_model():
-    assert (REPO / "configs" / "schema.json").read_text(encoding="utf-8") == schema_text()
+    written = (REPO / "configs" / "schema.json").read_text(encoding="utf-8")
+    assert written == schema_text(), "write labutils.config.schema_text() to configs/schema.json"
     assert set(json.loads(schema_text())["properties"]) == {*KEYS, "when_cpu"}
     for name in NAMES:
         assert "$schema=schema.json" in committed(f"configs/{name}_config.yaml")

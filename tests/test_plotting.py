@@ -31,6 +31,9 @@ DRAWINGS = {
     "peaks": lambda ax: plotting.peaks(runs(), ax),
     "losses": lambda ax: plotting.losses(runs(), ax),
     "loss_scale": lambda ax: plotting.loss_scale(runs()[0], ax),
+    "reconcile": lambda ax: plotting.reconcile(
+        {"fp16": {"your guess": None, "product": 2.0, "step": 1.5}}, "speed", ax
+    ),
     "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
     "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
 }

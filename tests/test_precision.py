@@ -67,6 +67,14 @@ def test_only_fp16_is_scaled():
     assert scaled == {"fp16"}
 
 
+def test_probing_leaves_the_random_numbers_of_training_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    precision.matmul_rate(torch.bfloat16, CPU, 8)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_peak_rate_says_where_it_is_from():
     rate, source = precision.peak_rate("fp32", CPU)
     assert rate > 1e8
