@@ -11,6 +11,7 @@ _MODULE_OF = {
     "checks": "checks",
     "numerics": "numerics",
     "plotting": "plotting",
+    "precision": "precision",
     **dict.fromkeys(("Config", "ConfigError", "load_config"), "config"),
     **dict.fromkeys(("batches", "load_corpus", "padded_batches"), "data"),
     **dict.fromkeys(("choose_device", "setup"), "device"),

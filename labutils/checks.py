@@ -17,9 +17,9 @@ HINTS = {
         "Round to nearest: what lies below half of the smallest number becomes 0, what lies above does not.",
     ),
     "bytes_per_parameter": (
-        "List what a step needs beside activations: weights, gradients, what AdamW remembers. In which dtype?",
+        "List what a step needs beside activations: weights, gradients, what the optimizer remembers. In which dtype?",
         "Section 4 prints the dtype of each of them under autocast. How many bytes has one number of that dtype?",
-        "AdamW remembers two numbers per parameter.",
+        "AdamW remembers two numbers per parameter: a mean and a mean of squares. Momentum is a mean only.",
     ),
     "amp_step": (
         "Four calls belong to the scaler: scale, unscale_, step, update. Which are there, and in which order?",
@@ -30,17 +30,24 @@ HINTS = {
 
 
 def hint(exercise: str, number: int = 1) -> None:
-    """Print hint `number` (from 1) of an exercise; they grow more explicit. Raises KeyError for an unknown exercise."""
+    """Print hint `number` (from 1) of an exercise; they grow more explicit."""
+    if exercise not in HINTS:
+        print(f"There is no exercise {exercise!r}; there are: {', '.join(HINTS)}")
+        return
     hints = HINTS[exercise]
-    print(f"Hint {min(number, len(hints))} of {len(hints)}: {hints[max(0, min(number, len(hints)) - 1)]}")
+    number = max(1, min(int(number), len(hints)))
+    print(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
 
 
 def _report(answer: object, problem_of: Callable[[], str | None]) -> None:
     if answer is None:
         print("Open: replace None by your answer and run the cell again.")
-    else:
+        return
+    try:
         problem = problem_of()
-        print("Right." if problem is None else f"Not yet: {problem}")
+    except Exception as error:  # whatever the reader's answer raises is the verdict
+        problem = f"it raised {type(error).__name__}: {error}"
+    print("Right." if problem is None else f"Not yet: {problem}")
 
 
 def fp16_survivors(values: Sequence[float], answer: Sequence[float] | None) -> None:
@@ -66,9 +73,9 @@ def _survivors_problem(values: Sequence[float], answer: Sequence[float]) -> str 
 
 
 def bytes_per_parameter(answer: float | None) -> None:
-    """Check the bytes per parameter that training with AdamW under autocast keeps, however small the batch.
+    """Check the bytes per parameter that training with SGD and momentum under autocast keeps, however small the batch.
 
-    Weights, gradients and optimizer state count; the 16-bit copies that autocast makes for a while do not.
+    Weights, gradients and optimizer state count; the 16-bit copies that live during a step do not.
     """
     _report(answer, lambda: _bytes_problem(answer))
 
@@ -76,10 +83,11 @@ def bytes_per_parameter(answer: float | None) -> None:
 def _bytes_problem(answer: float) -> str | None:
     right = sum(torch.finfo(dtype).bits // 8 for dtype in _static_dtypes())
     misconceptions = {
+        right + 4: "that is AdamW. How many numbers does momentum remember?",
+        right // 2: "that is everything halved, as the saying goes. Section 4 shows the dtypes under autocast.",
+        right - 4: "one float32 number per parameter is missing: weight, gradient, or what momentum remembers?",
         right - 2: "one tensor per parameter is counted in 16 bits. Which one did you expect to shrink?",
-        right - 4: "that is one float32 number per parameter too few. Gradients count, and so do both moments.",
-        right - 8: "that is everything halved, as the saying goes, or the optimizer's memory left out. See section 4.",
-        right + 2: "the 16-bit copies exist, but only inside the autocast block; count what stays.",
+        right + 2: "the 16-bit copies exist, but only during a step; count what stays.",
     }
     if answer == right:
         return None
@@ -87,14 +95,13 @@ def _bytes_problem(answer: float) -> str | None:
 
 
 def _static_dtypes() -> list[torch.dtype]:
-    """Return the dtypes of weight, gradient and moments of one parameter after a real step under autocast."""
+    """Return the dtypes of weight, gradient and momentum of one parameter after a real step under autocast."""
     layer = nn.Linear(2, 2, bias=False)
-    optimizer = torch.optim.AdamW(layer.parameters())
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state = [t for t in optimizer.state[layer.weight].values() if t.shape == layer.weight.shape]
-    return [t.dtype for t in (layer.weight, layer.weight.grad, *state)]
+    return [t.dtype for t in (layer.weight, layer.weight.grad, optimizer.state[layer.weight]["momentum_buffer"])]
 
 
 AmpStep = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, float], object]
@@ -105,10 +112,7 @@ def amp_step(step: AmpStep | None) -> None:
 
     It is run on a small network on the CPU: on ordinary data, on data that overflows, and repeatedly.
     """
-    try:
-        _report(step, lambda: _amp_problem(step))
-    except Exception as error:  # whatever the reader's function raises is the verdict
-        print(f"Not yet: it raised {type(error).__name__}: {error}")
+    _report(step, lambda: _amp_problem(step))
 
 
 def _amp_problem(step: AmpStep) -> str | None:
@@ -119,8 +123,10 @@ def _amp_problem(step: AmpStep) -> str | None:
     before = _flat(model)
     step(model, x, y, optimizer, scaler, max_grad_norm)
     moved = _flat(model) - before
-    if not dtypes or dtypes[0] != torch.float16:
-        return "the forward pass ran in float32: where is autocast?"
+    if not dtypes:
+        return "the function never called the model."
+    if dtypes[0] != torch.float16:
+        return f"the first layer gave {dtypes[0]}: is autocast on, and for which dtype?"
     if moved.norm() == 0:
         return "an ordinary step did not change the weights."
     expected = _flat_gradient(x, y)

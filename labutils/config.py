@@ -6,6 +6,7 @@ Every mistake in a file is reported at once, each as `file:line:column: what is 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import re
@@ -14,23 +15,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 CONFIGS_DIR = Path(__file__).resolve().parent.parent / "configs"
 MAX_FILE_BYTES = 64 * 1024  # a config is one screen; anything larger is some other file
 
 # Choices of the course that later labs build. Refused as such until they are.
-NOT_BUILT: dict[str, tuple[str, ...]] = {
-    "attention": (),  # an empty tuple: the whole key
-    "pad_vocab": (),
-    "loss_chunk_tokens": (),
-    "compile": (),
-    "gradient_checkpointing": (),
-    "optimizer_in_backward": (),
-    "memory_limit_gib": (),
-    "save_every": (),
+NOT_BUILT = {
+    *("attention", "pad_vocab", "loss_chunk_tokens", "compile", "gradient_checkpointing"),
+    *("optimizer_in_backward", "memory_limit_gib", "save_every"),
 }
 
+NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrOff = Annotated[int, Field(ge=0, le=10**9)]
@@ -44,12 +40,12 @@ class Config(BaseModel):
     """One experiment, complete: no key has a hidden default. Immutable.
 
     `when_cpu` holds what is different where no CUDA GPU is used; `on(device_type)` applies it. `overrides` remembers,
-    for each value the caller set, what the file says. Raises pydantic's ValidationError; `load_config` a ConfigError.
+    for each value the caller set, what the file says. Make one with `load_config`, which explains every mistake.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    name: Annotated[str, Field(pattern=r"^[\w][\w.+-]{0,59}$", description="letters, digits and . + - _")]
+    name: Annotated[str, Field(pattern=NAME_PATTERN, description="letters, digits and . + - _ =, at most 60")]
     note: str = Field(description="free text, shown in tables")
     seed: Annotated[int, Field(ge=0, lt=2**31, description="fixes weights, batches and dropout")]
     model: Literal["gpt2-nano", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
@@ -76,58 +72,62 @@ class Config(BaseModel):
     when_cpu: dict[str, Any] = Field(default={}, description="keys that differ where no CUDA GPU is used")
     overrides: dict[str, Any] = Field(default={}, exclude=True)
 
-    @model_validator(mode="after")
-    def _keys_agree(self) -> Config:
-        problems = list(_contradictions(self))
-        if problems:
-            raise ValueError("\n".join(f"{key}\t{text}" for key, text in problems))
-        return self
-
     @property
     def grad_accum_steps(self) -> int:
         """Micro-batches per optimizer step, derived from `tokens_per_step`."""
         return self.tokens_per_step // (self.seq_len * self.micro_batch_size)
 
     def on(self, device_type: str) -> Config:
-        """Return the config as it runs on `device_type` ("cpu" or "cuda"): override > `when_cpu` (CPU only) > file."""
+        """Return the config as it runs on `device_type` ("cpu" or "cuda"): override > `when_cpu` (CPU only) > file.
+
+        Raises ConfigError if the overridden values do not agree with the others on this device.
+        """
         cpu = self.when_cpu if device_type == "cpu" else {}
         kept = {key: value for key, value in cpu.items() if key not in self.overrides}
-        return Config.model_validate(self.model_dump() | kept | {"when_cpu": {}})
+        resolved = Config.model_validate(self.model_dump() | kept | {"when_cpu": {}})
+        if problems := list(_contradictions(resolved.__dict__)):
+            where = "on a CPU" if device_type == "cpu" else "with a GPU"
+            raise ConfigError("\n".join(f"{self.name}, {where}: `{key}`: {text}" for key, text in problems))
+        return resolved
 
     def changes(self, device_type: str) -> list[str]:
         """Return a line for the values that `when_cpu` set, and one for the overridden ones, where there are any."""
-        resolved, cpu, set_by_caller = self.on(device_type), [], []
-        for key in KEYS:
-            value = getattr(resolved, key)
-            if key in self.overrides:
-                set_by_caller.append(f"{key} {value} (file: {self.overrides[key]})")
-            elif device_type == "cpu" and key in self.when_cpu:
-                cpu.append(f"{key} {value}")
-        lines = ["on a CPU (when_cpu): " + ", ".join(cpu)] if cpu else []
+        cpu = self.when_cpu if device_type == "cpu" else {}
+        resolved = self.on(device_type)
+        from_cpu = [f"{key} {getattr(resolved, key)}" for key in KEYS if key in cpu and key not in self.overrides]
+        set_by_caller = [
+            f"{key} {getattr(resolved, key)} (instead of {cpu.get(key, self.overrides[key])})"
+            for key in KEYS
+            if key in self.overrides and key not in ("name", "note")
+        ]
+        lines = ["on a CPU (when_cpu): " + ", ".join(from_cpu)] if from_cpu else []
         return lines + (["override: " + ", ".join(set_by_caller)] if set_by_caller else [])
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
 
 
-def _contradictions(c: Config) -> Iterable[tuple[str, str]]:
-    """Yield (key, message) for values that are fine alone but not together."""
-    per_pass = c.seq_len * c.micro_batch_size
-    if c.tokens_per_step % per_pass:
-        below, above = c.tokens_per_step // per_pass * per_pass, -(-c.tokens_per_step // per_pass) * per_pass
-        nearest = " or ".join(str(n) for n in (below, above) if n)
-        yield (
-            "tokens_per_step",
-            f"{c.tokens_per_step} is not a multiple of seq_len × micro_batch_size = {per_pass}; nearest: {nearest}",
-        )
-    if c.lr_warmup_steps > c.steps:
-        yield "lr_warmup_steps", f"{c.lr_warmup_steps} warm-up steps in a run of {c.steps} steps"
-    if c.weights == "pretrained" and c.model == "gpt2-nano":
+def _contradictions(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield (key, message) for values that are fine alone but not together. Keys that are missing are not judged."""
+
+    def have(*keys: str) -> bool:
+        return all(key in values for key in keys)
+
+    if have("tokens_per_step", "seq_len", "micro_batch_size"):
+        tokens, per_pass = values["tokens_per_step"], values["seq_len"] * values["micro_batch_size"]
+        if tokens % per_pass:
+            nearest = " or ".join(
+                str(n) for n in (tokens // per_pass * per_pass, -(-tokens // per_pass) * per_pass) if n
+            )
+            text = f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; nearest: {nearest}"
+            yield "tokens_per_step", text
+    if have("lr_warmup_steps", "steps") and values["lr_warmup_steps"] > values["steps"]:
+        warmup, steps = values["lr_warmup_steps"], values["steps"]
+        yield "lr_warmup_steps", f"{warmup} warm-up steps in a run of {steps} steps; set it to {steps} or less, 0 say"
+    if have("weights", "model") and values["weights"] == "pretrained" and values["model"] == "gpt2-nano":
         yield "weights", "gpt2-nano has no pretrained weights; use weights: random, or model: gpt2"
-    if c.weights == "pretrained" and c.seq_len > 1024:
-        yield "seq_len", f"pretrained GPT-2 knows 1024 positions, not {c.seq_len}; use weights: random for longer ones"
-    if c.optimizer == "sgd" and c.precision == "pure_bf16" and c.optimizer_impl == "fused":
-        yield "optimizer_impl", "fused SGD with bfloat16 weights is untested here; use foreach"
+    if have("weights", "seq_len") and values["weights"] == "pretrained" and values["seq_len"] > 1024:
+        yield "seq_len", f"pretrained GPT-2 knows 1024 positions, not {values['seq_len']}; use weights: random"
 
 
 # ---- YAML with positions --------------------------------------------------------------------------------------------
@@ -150,31 +150,40 @@ for _tag, _pattern, _first in (
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
+    """Return a YAML scalar as int, float, bool, None or str. Raises ValueError if its text does not fit its tag."""
     kind = node.tag.rsplit(":", 1)[-1]
     if kind == "int":
         return int(node.value.replace("_", ""))
     if kind == "float":
         return float(node.value.replace("_", ""))
     if kind == "bool":
-        return node.value.lower() == "true"
+        return {"true": True, "false": False}[node.value.lower()]
+    node.value.encode()  # half a surrogate pair can be written in YAML, but never saved
     return None if kind == "null" else node.value
 
 
 class _Source:
-    """Where values stand, and the mistakes found so far."""
+    """Where values stand in one file (or on the command line), and the mistakes found in it so far."""
 
     def __init__(self, label: str) -> None:
-        self.label, self.marks, self.errors = label, {}, []
+        self.label = label
+        self.marks: dict[tuple[str, ...], tuple[yaml.Mark, yaml.Mark]] = {}  # of each key, and of its value
+        self.errors: dict[tuple[str, str], tuple[int, int, str]] = {}
 
-    def add(self, mark: yaml.Mark | None, message: str) -> None:
-        at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        line = f"{self.label}{at}: {message}"
-        if line not in self.errors:
-            self.errors.append(line)
+    def add(self, mark: yaml.Mark | None, message: str, key: str = "") -> None:
+        """Note a mistake; one about the same key in the same words is noted once."""
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1 << 30, 0)
+        at = f":{line}:{column}" if mark else ""
+        self.errors.setdefault((key, message), (line, column, f"{self.label}{at}: {message}"))
+
+    def add_for(self, key: str, message: str, *, at_value: bool = True, under: tuple[str, ...] = ()) -> None:
+        """Note a mistake where `key` stands, looking under `under` first."""
+        marks = self.marks.get((*under, key)) or self.marks.get((key,)) or (None, None)
+        self.add(marks[at_value], message, key)
 
     def raise_if_any(self) -> None:
         if self.errors:
-            raise ConfigError("\n".join(self.errors))
+            raise ConfigError("\n".join(line for _, _, line in sorted(self.errors.values())))
 
 
 def _read(path: Path, source: _Source) -> yaml.Node | None:
@@ -198,6 +207,13 @@ def _read(path: Path, source: _Source) -> yaml.Node | None:
     return None
 
 
+_YAML_HELP = {
+    "'\\t'": "; indent with spaces, not tabs",
+    "could not find expected ':'": ", with a space behind the colon",
+    "mapping values are not allowed": '; a space belongs behind the colon of a key, and text with a colon in "quotes"',
+}
+
+
 def _compose(raw: bytes, source: _Source) -> yaml.Node | None:
     try:
         text = raw.decode("utf-8-sig")
@@ -205,7 +221,9 @@ def _compose(raw: bytes, source: _Source) -> yaml.Node | None:
     except UnicodeDecodeError as error:
         source.add(None, f"is not UTF-8 text (byte {error.start}); a config is a text file")
     except yaml.MarkedYAMLError as error:
-        source.add(error.problem_mark, f"not YAML: {error.problem}. Expected lines of `key: value`")
+        help_text = next((text for part, text in _YAML_HELP.items() if part in error.problem), "")
+        mark = error.context_mark if "could not find" in error.problem else error.problem_mark
+        source.add(mark or error.problem_mark, f"not YAML: {error.problem}. Expected lines of `key: value`{help_text}")
     except (yaml.YAMLError, RecursionError) as error:
         source.add(None, f"not YAML: {str(error).splitlines()[0]}")
     else:
@@ -226,22 +244,28 @@ def _mapping(node: yaml.Node, source: _Source, prefix: tuple[str, ...] = ()) -> 
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?"
-        if key in found:
+        if (*prefix, key) in source.marks:
             source.add(key_node.start_mark, f"`{key}` is given twice; delete one")
-        elif isinstance(value_node, yaml.ScalarNode):
-            found[key] = _scalar(value_node)
+            continue
+        source.marks[(*prefix, key)] = key_node.start_mark, value_node.start_mark
+        if isinstance(value_node, yaml.ScalarNode):
+            try:
+                found[key] = _scalar(value_node)
+            except (ValueError, KeyError):
+                source.add(value_node.start_mark, f"`{key}`: cannot read {value_node.value[:40]!r} as {value_node.tag}")
         elif key == "when_cpu" and not prefix:
             found[key] = _mapping(value_node, source, (key,))
-        else:
+        elif key in KEYS:
             source.add(value_node.start_mark, f"`{key}`: expected one value, not a list or a nested block")
-            found[key] = None
-        source.marks[(*prefix, key)] = key_node.start_mark, value_node.start_mark
+        else:
+            source.add(key_node.start_mark, _unknown(key))
     return found
 
 
 def _did_you_mean(word: str, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f" Did you mean `{close[0]}`?" if close else ""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 
 def _expected(key: str, error: Mapping[str, Any]) -> str:
@@ -258,40 +282,43 @@ def _expected(key: str, error: Mapping[str, Any]) -> str:
         expected = "expected a whole number"
         if isinstance(value, float) and value.is_integer():
             expected += f"; write {int(value)}"
-    elif kind in ("string_type", "float_type") and value is None:
-        expected = "has no value"
+    elif kind == "string_pattern_mismatch":
+        expected = f"expected {Config.model_fields[key].description}"
+    if value is None:
+        return f"`{key}` has no value"
     return f"`{key}`: {expected}, got {shown}"
 
 
-def _validate(values: dict[str, Any], source: _Source, prefix: tuple[str, ...] = ()) -> Config | None:
-    """Return a Config, or report every mistake in `values`; positions are looked up under `prefix` first."""
-
-    def mark(key: str, value: bool) -> yaml.Mark | None:
-        pair = source.marks.get((*prefix, key)) or source.marks.get((key,))
-        return pair[value] if pair else None
-
+def _field_errors(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return (key, pydantic's error) for each value that is wrong by itself, missing or unknown."""
     try:
-        return Config.model_validate(values)
-    except ValidationError as errors:
-        for error in errors.errors():
-            key = str(error["loc"][0]) if error["loc"] else ""
-            if not error["loc"]:
-                for line in error["msg"].removeprefix("Value error, ").splitlines():
-                    key, _, text = line.partition("\t")
-                    source.add(mark(key, True), f"`{key}`: {text}")
-            elif error["type"] == "extra_forbidden":
-                source.add(mark(key, False), _unknown(key))
-            elif error["type"] == "missing":
-                source.add(None, f"missing key `{key}`; a config is complete (see configs/fp32_config.yaml)")
-            else:
-                source.add(mark(key, True), _expected(key, error))
-    return None
+        Config.model_validate(values)
+    except ValidationError as problem:
+        return [(str(error["loc"][0]), error) for error in problem.errors()]
+    return []
+
+
+def _validate(values: dict[str, Any], source: _Source, under: tuple[str, ...] = ()) -> None:
+    """Report every mistake in a config's `values`; their positions are looked up under `under` first."""
+    errors = _field_errors(values)
+    for key, error in errors:
+        if error["type"] == "extra_forbidden":
+            source.add_for(key, _unknown(key), at_value=False, under=under)
+        elif error["type"] != "missing":
+            source.add_for(key, _expected(key, error), under=under)
+        elif (key,) not in source.marks:
+            source.add(None, f"missing key `{key}`; a config is complete (see configs/fp32_config.yaml)", key)
+    bad = {key for key, _ in errors}
+    where = " (on a CPU, with what `when_cpu` sets)" if under else ""
+    for key, text in _contradictions({k: v for k, v in values.items() if k not in bad}):
+        if (key, f"`{key}`: {text}") not in source.errors:  # else the main part has it already
+            source.add_for(key, f"`{key}`: {text}{where}", under=under)
 
 
 def _unknown(key: str) -> str:
     if key in NOT_BUILT:
         return f"`{key}` is planned but not built yet; delete the line"
-    return f"unknown key `{key}`.{_did_you_mean(key, KEYS)}"
+    return f"unknown key `{key}`.{_did_you_mean(key, [*KEYS, 'when_cpu'])}"
 
 
 def parse_overrides(pairs: Iterable[str]) -> dict[str, Any]:
@@ -302,62 +329,90 @@ def parse_overrides(pairs: Iterable[str]) -> dict[str, Any]:
     source, values = _Source("--set"), {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        if not equals:
-            source.add(None, f"{pair!r}: expected key=value, as in --set steps=20")
-            continue
-        node = _compose(text.encode(), source) if text else None
-        if isinstance(node, yaml.ScalarNode):
+        try:
+            node = yaml.compose(text, _Loader)
+            if not equals or not isinstance(node, yaml.ScalarNode) or node.end_mark.index != len(text.rstrip()):
+                raise ValueError(pair)
             values[key.strip()] = _scalar(node)
-        elif not source.errors:
-            source.add(None, f"{pair!r}: expected one value behind `=`")
+        except (yaml.YAMLError, ValueError, KeyError, RecursionError):
+            source.add(None, f"{pair!r}: expected key=value with one value, as in --set steps=20")
     source.raise_if_any()
     return values
 
 
 def find_config(name: str | os.PathLike[str]) -> Path:
-    """Return the file meant by `name`: a path, or a short name such as "bf16" for configs/bf16_config.yaml."""
+    """Return the file meant by a path, by "bf16" (configs/bf16_config.yaml) or by "mine" (configs/my_mine.yaml)."""
     path = Path(name)
-    if path.exists() or path.is_absolute():
-        return path
-    root = CONFIGS_DIR.parent / path
-    short = [CONFIGS_DIR / f"{name}_config.yaml", CONFIGS_DIR / f"{name}.yaml", CONFIGS_DIR / path.name]
-    return next((p for p in (root, *short) if p.is_file()), path)
+    named = [CONFIGS_DIR / f"{name}_config.yaml", CONFIGS_DIR / f"my_{name}.yaml", CONFIGS_DIR / f"{name}.yaml"]
+    from_root = [CONFIGS_DIR.parent / path, CONFIGS_DIR / path]
+    candidates = [*named, path] if path.parent == Path() and not path.suffix else [path, *from_root]
+    return next((p for p in candidates if p.is_file()), path)
 
 
-def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
+def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     """Read, check and return the experiment in a YAML file; keyword arguments override its values.
 
     `path` may be a short name ("bf16" is configs/bf16_config.yaml). The main part and `when_cpu` are both checked.
-    Raises ConfigError with one `file:line:column` line for each mistake.
+    With overrides and no `name` among them, name and note tell what was overridden, so that no two experiments share
+    a name. Raises ConfigError with one `file:line:column` line for each mistake.
     """
     path = find_config(path)
     source = _Source(_shown(path))
     node = _read(path, source)
     source.raise_if_any()
     values = _mapping(node, source)
-    when_cpu = values.pop("when_cpu", None) or {}
-    if not isinstance(when_cpu, dict):
-        source.add(source.marks[("when_cpu",)][1], "`when_cpu`: expected indented lines of `key: value`")
-        when_cpu = {}
-    if "overrides" in values:
-        source.add(source.marks[("overrides",)][0], _unknown("overrides"))
-        del values["overrides"]
-    for part, base in ((values, path.parent), (when_cpu, path.parent), (overrides, Path.cwd())):
-        if isinstance(part.get("corpus"), str) and part["corpus"] not in ("", "stdlib"):
-            part["corpus"] = str((base / Path(part["corpus"]).expanduser()).resolve())
-    for key in ("when_cpu", "overrides", "name"):
-        if key in when_cpu:
-            source.add(source.marks[("when_cpu", key)][0], f"`{key}` cannot stand under `when_cpu`")
-    if not source.errors:
-        _validate(values, source)
-        _validate(values | when_cpu, source, ("when_cpu",))
+    when_cpu = values.pop("when_cpu", None)
+    if when_cpu is not None and not isinstance(when_cpu, dict):
+        source.add_for("when_cpu", "`when_cpu`: expected indented lines of `key: value`")
+    when_cpu = when_cpu if isinstance(when_cpu, dict) else {}
+    for key in {"when_cpu", "name"} & set(when_cpu):
+        source.add_for(key, f"`{key}` cannot stand under `when_cpu`", at_value=False, under=("when_cpu",))
+    if values.pop("overrides", source) is not source:
+        source.add_for("overrides", _unknown("overrides"), at_value=False)
+    for part, under in ((values, ()), (when_cpu, ("when_cpu",))):
+        _resolve_corpus(part, path.parent, source, under)
+    _validate(values, source)
+    _validate(values | when_cpu, source, ("when_cpu",))
     source.raise_if_any()
-    set_source = _Source("override")
-    for branch in (values, values | when_cpu) if overrides else ():
-        _validate(branch | overrides, set_source)
-    set_source.raise_if_any()
-    file_values = {key: values[key] for key in overrides}
-    return Config.model_validate(values | overrides | {"when_cpu": when_cpu, "overrides": file_values})
+    if not overrides:
+        return Config.model_validate(values | {"when_cpu": when_cpu})
+    with_gpu, on_cpu = _Source("override"), _Source("override")
+    for key in {"when_cpu", "overrides"} & set(overrides):
+        with_gpu.add(None, f"`{key}` cannot be overridden; override the keys in it")
+    _resolve_corpus(overrides, Path.cwd(), with_gpu)
+    with_gpu.raise_if_any()
+    _validate(values | overrides, with_gpu)
+    _validate(values | when_cpu | overrides, on_cpu, ("when_cpu",))
+    if with_gpu.errors and (on_cpu.errors or _field_errors(values | overrides)):
+        with_gpu.raise_if_any()  # what fits one of the two devices is judged when it runs, by `on`
+    said = {key: f"{key}={_in_a_name(value)}" for key, value in overrides.items() if key != "note"}
+    texts = {}
+    if "name" not in overrides and said:
+        name = "+".join([values["name"], *said.values()])
+        short = hashlib.sha256(name.encode()).hexdigest()[:6]
+        texts["name"] = name if len(name) <= 60 else f"{values['name']}+{short}"
+    if "note" not in overrides:
+        texts["note"] = f"{values['name']} with " + ", ".join(text for key, text in said.items() if key != "name")
+    instead_of = {key: values[key] for key in overrides}
+    return Config.model_validate(values | texts | overrides | {"when_cpu": when_cpu, "overrides": instead_of})
+
+
+def _in_a_name(value: Any) -> str:
+    return re.sub(r"[^\w.-]", "_", Path(value).name if isinstance(value, str) else f"{value}")
+
+
+def _resolve_corpus(values: dict[str, Any], base: Path, source: _Source, under: tuple[str, ...] = ()) -> None:
+    """Make a corpus path absolute, relative to `base`; report one that does not exist."""
+    corpus = values.get("corpus")
+    if isinstance(corpus, str) and corpus not in ("", "stdlib"):
+        try:
+            path = (base / Path(corpus).expanduser()).resolve()
+            found = path.is_file()
+        except (OSError, ValueError, RuntimeError):  # a NUL byte, an unknown user's home
+            path, found = base / "?", False
+        if not found:
+            source.add_for("corpus", f"`corpus`: no such file: {corpus!r}", under=under)
+        values["corpus"] = str(path)
 
 
 def _shown(path: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils.records import MemoryReport
+from labutils.records import MemoryLedger
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop messages are not for students
 PARAMETERS, GRADIENTS, OPTIMIZER, REST = "parameters", "gradients", "optimizer state", "activations and temporaries"
@@ -66,7 +66,7 @@ def measure_step(
     *,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     scaler: torch.amp.GradScaler | None = None,
-) -> MemoryReport:
+) -> MemoryLedger:
     """Run one optimizer step over `micro_batches` and return its peak bytes by phase and category.
 
     Phases: forward (with the loss), backward, optimizer. The step really updates the model. Call it after at least one
@@ -101,13 +101,13 @@ class _CpuPhases:
     @contextmanager
     def recording(self) -> Iterator[None]:
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as self.profile:
+        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as self.profile:
             yield
 
     def phase(self, name: str) -> AbstractContextManager:
         return torch.profiler.record_function(f"phase: {name}")
 
-    def report(self) -> MemoryReport:
+    def report(self) -> MemoryLedger:
         gradients = {p.grad.untyped_storage().data_ptr() for p in self.model.parameters() if p.grad is not None}
         standing = {
             PARAMETERS: tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
@@ -129,7 +129,7 @@ class _CpuPhases:
             if name and rest + in_gradients > sum(phases.get(name, {}).get(c, 0) for c in (REST, GRADIENTS)):
                 phases[name] = {**standing, GRADIENTS: in_gradients, REST: rest}
         ordered = {phase: {c: found[c] for c in CATEGORIES} for phase, found in phases.items()}
-        return MemoryReport(phases=ordered, method="CPU allocator events (torch.profiler)")
+        return MemoryLedger(phases=ordered, method="CPU allocator events (torch.profiler)")
 
 
 def _trace_events(profile: torch.profiler.profile) -> list[dict]:
@@ -178,8 +178,8 @@ class _CudaPhases:
         }
         self.phases[self.current] = {**found, REST: peak - sum(found.values())}
 
-    def report(self) -> MemoryReport:
-        return MemoryReport(
+    def report(self) -> MemoryLedger:
+        return MemoryLedger(
             phases=self.phases,
             method="CUDA allocator statistics (max_memory_allocated)",
             reserved_bytes=torch.cuda.max_memory_reserved(),

@@ -117,6 +117,12 @@ def gradient_histogram(gradients: torch.Tensor, scale: float = 1.0, ax: Axes | N
     return ax
 
 
+def _look(name: str, position: int) -> int:
+    """Return the index of a run's colour, marker and line style: a precision keeps its own in every figure."""
+    known = ("fp32", "tf32", "fp16", "bf16")
+    return known.index(name) if name in known else (len(known) + position) % len(COLORS)
+
+
 def _trained(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     groups: dict[str, list[RunRecord]] = {}
     for record in records:
@@ -126,7 +132,7 @@ def _trained(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def _bars(ax: Axes, labels: Sequence[str], values: Sequence[float], what: str) -> Axes:
-    bars = ax.barh(range(len(labels)), values, color=COLORS[: len(labels)])
+    bars = ax.barh(range(len(labels)), values, color=[COLORS[_look(label, i)] for i, label in enumerate(labels)])
     ax.bar_label(bars, [f"{v:,.3g}" if v < 1000 else f"{v:,.0f}" for v in values], padding=3)
     ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()
@@ -146,7 +152,8 @@ def step_times(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
 def throughput(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
     """Draw tokens per second."""
     groups = _trained(records)
-    rates = [float(np.median([r.timing.tokens_per_s for r in runs])) for runs in groups.values()]
+    medians = [float(np.median([r.timing.median_step_ms for r in runs])) for runs in groups.values()]
+    rates = [1000 * runs[0].tokens_per_step / ms for runs, ms in zip(groups.values(), medians, strict=True)]
     return _bars(_axis(ax), list(groups), rates, "tokens per second")
 
 
@@ -183,7 +190,8 @@ def losses(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
         series = runs[0].series.loss
         tokens = np.arange(1, len(series) + 1) * runs[0].tokens_per_step
         every = max(1, len(series) // 8)
-        ax.plot(tokens, series, color=COLORS[i], ls=STYLES[i], marker=MARKERS[i], markevery=every, ms=4, label=name)
+        k = _look(name, i)
+        ax.plot(tokens, series, color=COLORS[k], ls=STYLES[k], marker=MARKERS[k], markevery=every, ms=4, label=name)
     ax.set_xlabel("tokens trained on")
     ax.set_ylabel("training loss, nats per token")
     ax.legend(frameon=False)
@@ -223,7 +231,7 @@ def reconcile(rows: Mapping[str, Mapping[str, float | None]], what: str, ax: Axe
     ax = _axis(ax, 7, 0.6 * len(rows) + 1.4)
     kinds = list(dict.fromkeys(kind for values in rows.values() for kind in values))
     for i, kind in enumerate(kinds):
-        points = [(values[kind], y) for y, values in enumerate(rows.values()) if values.get(kind) is not None]
+        points = [(float(values[kind]), y) for y, values in enumerate(rows.values()) if values.get(kind) is not None]
         for x, y in points:
             ax.annotate(f"{x:.2g}×", (x, y), xytext=(0, 8), textcoords="offset points", ha="center")
         if points:
@@ -244,7 +252,8 @@ def rates(by_name: Mapping[str, Mapping[int, float]], ax: Axes | None = None) ->
     """Draw {name: {n: GFLOP/s of an n×n product}} on log axes."""
     ax = _axis(ax)
     for i, (name, by_size) in enumerate(by_name.items()):
-        ax.plot(*zip(*by_size.items(), strict=True), marker=MARKERS[i], ls=STYLES[i], color=COLORS[i], label=name)
+        k = _look(name, i)
+        ax.plot(*zip(*by_size.items(), strict=True), marker=MARKERS[k], ls=STYLES[k], color=COLORS[k], label=name)
     sizes = sorted({n for by_size in by_name.values() for n in by_size})
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")

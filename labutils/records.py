@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,8 +57,8 @@ class Timing(_Part):
     mfu_denominator: str = ""
 
 
-class MemoryReport(_Part):
-    """Peak bytes of one optimizer step: per phase, the bytes of each category at the instant of that phase's peak."""
+class MemoryLedger(_Part):
+    """Bytes of one optimizer step, measured or predicted: for each phase, by category at the instant of its peak."""
 
     phases: dict[str, dict[str, int]]
     method: str
@@ -100,12 +101,12 @@ class RunRecord(_Part):
     held_out: list[tuple[int, float]] = []  # (optimizer steps done, mean loss on held-out text)
     epochs: float = 0.0
     timing: Timing | None = None
-    memory: MemoryReport | None = None
+    memory: MemoryLedger | None = None
 
     @property
     def key(self) -> str:
-        """Equal for two runs of the same experiment: config but for its texts, code, corpus, device and versions."""
-        config = {k: v for k, v in self.config.items() if k not in ("name", "note")}
+        """Equal for two runs of the same experiment: config but for its note, code, corpus, device and versions."""
+        config = {k: v for k, v in self.config.items() if k != "note"}
         versions = {k: v for k, v in self.environment.items() if k != "commit"}
         parts = [config, versions, self.corpus, self.code, self.repeat, self.steps_planned]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -236,6 +237,8 @@ def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFram
     trained = [r for r in records if r.series.loss]
     tokens = min((r.tokens for r in trained), default=0)
     differing = _differing_keys(trained)
+    if len({len(r.series.loss) for r in trained}) > 1 and "steps" not in differing:
+        differing.append("steps")
     base_ms, base_spread = _time(groups[baseline])
     base_peak = _peak(groups[baseline])
     rows = []
@@ -257,6 +260,8 @@ def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFram
             }
         )
     table = pd.DataFrame(rows).set_index("run")
+    if "steps" in table:
+        table["steps"] = [len(runs[0].series.loss) or None for runs in groups.values()]  # run, not planned
     table.attrs["notes"] = _notes(trained, tokens)
     return table
 
@@ -319,6 +324,11 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
     ):
         if len(values) > 1:
             notes.append(f"Unequal {what}: {', '.join(sorted(values))}. Compare these rows with care.")
+    times = [datetime.fromisoformat(r.created) for r in records]
+    if times and max(times) - min(times) > timedelta(minutes=30):
+        notes.append(
+            "Recorded more than half an hour apart: a machine's other load changes, so compare times with care."
+        )
     if len({r.tokens for r in records}) > 1:
         shorter = dict.fromkeys(r.name for r in records if r.tokens == tokens)
         notes.append(f"`loss` is after {tokens} tokens, where the shortest runs ({', '.join(shorter)}) ended.")

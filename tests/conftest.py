@@ -15,6 +15,7 @@ def runs_root(tmp_path_factory):
 def _isolated(monkeypatch, runs_root):
     monkeypatch.setenv("LABUTILS_RUNS", str(runs_root))
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a hub that refuses
     torch.manual_seed(0)
 
 

@@ -14,7 +14,18 @@ from labutils.cli import main
 from labutils.records import load_record
 from tests.helpers import REPO, committed
 
-TINY = ["--set", "steps=3", "--set", "seq_len=16", "--set", "micro_batch_size=2", "--set", "tokens_per_step=32"]
+TINY = [
+    "--set",
+    "name=fp32",
+    "--set",
+    "steps=3",
+    "--set",
+    "seq_len=16",
+    "--set",
+    "micro_batch_size=2",
+    "--set",
+    "tokens_per_step=32",
+]
 TINY += ["--set", "lr_warmup_steps=0"]
 
 
@@ -96,7 +107,7 @@ def test_new_copies_a_config_and_never_overwrites(tmp_path, monkeypatch, capsys)
     made.write_text("edited")
     assert main(["new", "mine", "--from", "configs/bf16_config.yaml"]) == 1
     assert made.read_text() == "edited"
-    assert main(["new", "bad name", "--from", "configs/bf16_config.yaml"]) == 1
+    assert main(["new", "bad name", "--from", "configs/bf16_config.yaml"]) == 2
     assert sorted(p.name for p in folder.iterdir()) == ["bf16_config.yaml", "my_mine.yaml"]
 
 
@@ -115,7 +126,7 @@ def test_wrong_usage_exits_with_2_and_help_with_0(capsys):
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_ends_a_run_with_130_and_a_partial_record(runs):
-    command = [sys.executable, "-m", "labutils", "run", "fp32", *TINY[2:], "--set", "steps=3000"]
+    command = [sys.executable, "-m", "labutils", "run", "fp32", *TINY, "--set", "steps=3000"]
     process = subprocess.Popen(
         command,
         cwd=REPO,

@@ -72,7 +72,13 @@ def test_optimized_config_marks_what_differs_from_fp32():
         ("steps: 60", "steps: sixty", True, "`steps`: expected a whole number, got 'sixty'"),
         ("steps: 60", "steps: 1e2", True, "`steps`: expected a whole number; write 100"),
         ("steps: 60", "steps: 0", True, "`steps`: expected greater than or equal to 1, got 0"),
-        ("steps: 60", "steps:", True, "`steps`: expected a whole number, got None"),
+        ("steps: 60", "steps:", True, "`steps` has no value"),
+        ("steps: 60", "steps: 1_000_000_000_000", True, "less than or equal to 1000000000"),
+        ("name: fp32", "name: my run", True, "`name`: expected letters, digits"),
+        ("precision: fp32", "precision: FP16", True, "Did you mean `fp16`?"),
+        ("corpus: stdlib", "corpus: nowhere.txt", True, "no such file: 'nowhere.txt'"),
+        ("when_cpu:", "when_gpu:", True, "unknown key `when_gpu`. Did you mean `when_cpu`?"),
+        ("weights: random", "weights: pretrained", True, "on a CPU, with what `when_cpu` sets"),
         ("steps: 60", "steps: [60]", True, "`steps`: expected one value, not a list"),
         ("use_cache: false", "use_cache: no", True, "`use_cache`: expected true or false, got 'no'"),
         ("precision: fp32", "precision: pf32", True, "'pf32' is not one of fp32, tf32"),
@@ -106,6 +112,23 @@ def test_all_mistakes_are_reported_at_once(write):
     text = changed("steps: 60", "steps: x").replace("seed: 0 ", "sede: 0 ").replace("dropout: 0.1", "dropout: 2.0")
     errors = "\n".join(errors_of(write(text)))
     assert all(key in errors for key in ("`steps`", "`sede`", "`seed`", "`dropout`"))
+    text = changed("steps: 60", "steps: x").replace("tokens_per_step: 4096", "tokens_per_step: 5000") + "seed: 1\n"
+    lines = errors_of(write(text))
+    assert [("`tokens" in line, "`steps`" in line, "twice" in line) for line in lines] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
+
+
+def test_overridden_experiment_has_a_name_of_its_own(write):
+    path = write(GOOD)
+    assert load_config(path, steps=7).name == "fp32+steps=7"
+    assert load_config(path, steps=7).note == "fp32 with steps=7"
+    assert load_config(path, steps=7, name="x").name == "x"
+    many = load_config(path, steps=7, seed=123456, dropout=0.25, learning_rate=1.25e-4, weight_decay=0.125)
+    assert many.name.startswith("fp32+") and len(many.name) <= 60
+    assert many.name != load_config(path, **(many.overrides | {"steps": 8})).name
 
 
 @pytest.mark.parametrize(
@@ -121,7 +144,22 @@ def test_all_mistakes_are_reported_at_once(write):
         (b"\xff\xd8\xff\xe0 jpeg", "not UTF-8"),
         (b"seed: 0\n---\nseed: 1\n", "second YAML document"),
         (b"a: " + b"x" * 70_000, "larger than 64 KiB"),
-        (b"a: &a [1]\nb: *a\n", "expected one value"),
+        (b"steps: &a [1]\nseed: *a\n", "expected one value"),
+        (b"steps: 6\n\tseed: 0\n", "indent with spaces, not tabs"),
+        (b"note: a: b\n", 'in "quotes"'),
+        (b"steps:60\nseed: 0\n", "a space belongs behind the colon"),
+        (b"? [1, 2]\n: 3\n", "unknown key"),
+        (b"null: 3\n", "unknown key `null`"),
+        (b"steps: 10000000000000000000000000000000000000000\n", "`steps`: expected"),
+        (b"name: fp32\nwhen_cpu: 5\n", "expected indented lines"),
+        (b"when_cpu: 0\n", "expected indented lines"),
+        (b"when_cpu: ''\n", "expected indented lines"),
+        (b"seed: " + b"9" * 5000 + b"\n", "`seed`: cannot read"),
+        (b"seed: !!int abc\n", "`seed`: cannot read"),
+        (b"use_cache: !!bool maybe\n", "`use_cache`: cannot read"),
+        (b'note: "\\ud800"\n', "`note`: cannot read"),
+        (b'corpus: "a\\0b"\n', "no such file"),
+        (b"corpus: ~nouser/x\n", "no such file"),
         (b"<<: {seed: 1}\n", "`<<`"),
         (b"seed: !!python/object/apply:os.system ['true']\n", "`seed`"),
         (b"[" * 5000, "not YAML"),
@@ -149,7 +187,7 @@ def test_override_beats_when_cpu_beats_file(write):
     assert (config.on("cpu").steps, config.on("cuda").steps) == (7, 7)
     assert (config.on("cpu").seq_len, config.on("cuda").seq_len) == (128, 512)
     cpu = "\n".join(config.changes("cpu"))
-    assert "steps 7 (file: 60)" in cpu
+    assert "steps 7 (instead of 60)" in cpu
     assert "seq_len 128" in cpu
     assert "seq_len" not in "\n".join(config.changes("cuda"))
 
@@ -158,13 +196,42 @@ def test_bad_override_names_the_key(write):
     path = write(GOOD)
     with pytest.raises(ConfigError, match=r"unknown key `step`\. Did you mean `steps`"):
         load_config(path, step=3)
-    with pytest.raises(ConfigError, match="expected key=value"):
-        parse_overrides(["steps"])
-    assert parse_overrides(["learning_rate=3e-4", "use_cache=true", "note=a b"]) == {
+    for text in ("steps", "seed=# x", "note=[1]", "note=a: b", "note=", "seed=!!int x"):
+        with pytest.raises(ConfigError, match="expected key=value"):
+            parse_overrides([text])
+    for key in ("when_cpu", "overrides"):
+        with pytest.raises(ConfigError, match="cannot be overridden"):
+            load_config(path, **{key: {}})
+    with pytest.raises(ConfigError, match="unknown key `path`"):
+        load_config(path, **parse_overrides(["path=x"]))
+    assert parse_overrides(["learning_rate=3e-4", "use_cache=true", "note=a, b"]) == {
         "learning_rate": 3e-4,
         "use_cache": True,
-        "note": "a b",
+        "note": "a, b",
     }
+
+
+def test_override_is_judged_on_the_device_it_runs_on(write):
+    path = write(GOOD)
+    config = load_config(path, micro_batch_size=8, seq_len=512)  # fits the GPU's 4096 tokens, not the CPU's 512
+    assert config.on("cuda").grad_accum_steps == 1
+    with pytest.raises(ConfigError, match=r"on a CPU: `tokens_per_step`: 512 is not a multiple"):
+        config.on("cpu")
+    assert load_config(path, micro_batch_size=3, tokens_per_step=384).on("cpu").grad_accum_steps == 1
+    with pytest.raises(ConfigError, match="not a multiple"):
+        load_config(path, micro_batch_size=3, tokens_per_step=385)
+
+
+def test_override_corpus_is_relative_to_the_working_directory(write, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.txt").write_text("text")
+    monkeypatch.chdir(elsewhere)
+    assert load_config(write(GOOD), corpus="mine.txt").corpus == str((elsewhere / "mine.txt").resolve())
+
+
+def test_line_and_column_are_those_of_an_editor(write):
+    assert errors_of(write(changed("seed: 0 ", "  # x\nseed: -1 ")))[0].split(":")[1:3] == ["7", "7"]
 
 
 def test_config_cannot_be_changed(write):
@@ -174,13 +241,15 @@ def test_config_cannot_be_changed(write):
 
 
 def test_corpus_path_is_relative_to_the_file(write, tmp_path):
+    (tmp_path / "mine.txt").write_text("text")
     config = load_config(write(changed("corpus: stdlib ", "corpus: mine.txt ")))
     assert config.corpus == str((tmp_path / "mine.txt").resolve())
 
 
 def test_schema_file_equals_the_model():
     written = (REPO / "configs" / "schema.json").read_text(encoding="utf-8")
-    assert written == schema_text(), "write labutils.config.schema_text() to configs/schema.json"
+    help_text = "write labutils.config.schema_text() to configs/schema.json"
+    assert json.loads(written) == json.loads(schema_text()), help_text
     assert set(json.loads(schema_text())["properties"]) == {*KEYS, "when_cpu"}
     for name in NAMES:
         assert "$schema=schema.json" in committed(f"configs/{name}_config.yaml")

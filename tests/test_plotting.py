@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from labutils import plotting
-from labutils.records import MemoryReport, Series
+from labutils.records import MemoryLedger, Series
 from tests.test_records import record
 
 PARTS = {"parameters": 2**20, "gradients": 0, "optimizer state": 2**21, "activations and temporaries": 3 * 2**20}
 
 
 def runs():
-    memory = MemoryReport(phases={"backward": PARTS}, method="test")
+    memory = MemoryLedger(phases={"backward": PARTS}, method="test")
     series = Series(loss=[3.0, 2.0, 1.0], loss_scale=[4.0, 2.0, 2.0], skipped=[True, False, False], step_ms=[1.0] * 3)
     return [record(name, memory=memory, series=series) for name in ("fp32", "fp32", "bf16")]
 

@@ -14,7 +14,7 @@ from labutils import experiment
 from labutils.records import RecordError, RunRecord, Series, Timing, load_record, new_id, write_atomically
 from tests.helpers import REPO
 
-TINY = {"steps": 3, "seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 32, "lr_warmup_steps": 1}
+TINY = {"name": "fp32", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 32, "lr_warmup_steps": 1}
 
 
 def record(name="fp32", ms=10.0, spread=0.01, **changes):
@@ -81,9 +81,10 @@ def test_different_run_is_not_reused(runs, change):
     assert second.id != first.id
 
 
-def test_another_note_or_name_is_the_same_experiment(runs):
+def test_another_note_is_the_same_experiment_and_another_name_is_not(runs):
     first = tiny_run()
-    assert lab.run_experiment(lab.load_config("fp32", **TINY, note="x", name="y"), progress=False).id == first.id
+    assert lab.run_experiment(lab.load_config("fp32", **TINY, note="x"), progress=False).id == first.id
+    assert lab.run_experiment(lab.load_config("fp32", **(TINY | {"name": "y"})), progress=False).id != first.id
 
 
 def test_repeat_is_a_run_of_its_own(runs):
@@ -206,6 +207,17 @@ def test_unsupported_row_stays_in_the_table_with_its_reason(monkeypatch):
     table = lab.compare([record("fp32"), *rows])
     assert table.loc["tf32", "verdict"].startswith("not on this device: TF32")
     assert lab.readable(table).loc["tf32", "step_ms"] == "–"
+
+
+def test_steps_column_counts_what_ran():
+    short = record("bf16", series=Series(loss=[4.0], step_ms=[1.0]))
+    table = lab.compare([record("fp32"), short])
+    assert table["steps"].to_list() == [2, 1]
+
+
+def test_runs_of_different_times_are_pointed_out():
+    late = record("bf16", created="2999-01-01T00:00:00+0000")
+    assert any("half an hour" in note for note in lab.compare([record("fp32"), late]).attrs["notes"])
 
 
 def test_missing_baseline_is_an_error():

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 VALUES = [7e-9, 2e-8, 4e-8, 5e-6, 6.1e-5, 1.0, 6e4, 7e4]
 SURVIVORS = [4e-8, 5e-6, 6.1e-5, 1.0, 6e4]  # half the smallest subnormal, 2.98e-8, is where rounding to 0 begins
-BYTES_PER_PARAMETER = 16  # float32 weight, gradient and two moments
+BYTES_PER_PARAMETER = 12  # float32 weight, gradient and momentum
 
 
 def amp_step(model, x, y, optimizer, scaler, max_grad_norm):

@@ -41,11 +41,13 @@ def test_wrong_survivors_are_named(capsys, answer, misconception):
 @pytest.mark.parametrize(
     ("answer", "misconception"),
     [
-        (8, "everything halved"),
-        (14, "16 bits"),
-        (12, "Gradients count"),
-        (18, "inside the autocast block"),
+        (16, "that is AdamW"),
+        (6, "everything halved"),
+        (8, "is missing"),
+        (10, "in 16 bits"),
+        (14, "only during a step"),
         ("x", "one number"),
+        ([4, 4, 4], "it raised TypeError"),
     ],
 )
 def test_wrong_bytes_are_named(capsys, answer, misconception):
@@ -79,7 +81,8 @@ ZERO = "    optimizer.zero_grad(set_to_none=True)\n"
         ([(UPDATE, "")], "who updates it"),
         ([(ZERO, "")], "never cleared"),
         ([("scaler.scale(loss)", "loss")], "scaler.scale"),
-        ([("dtype=torch.float16", "enabled=False")], "where is autocast"),
+        ([("dtype=torch.float16", "enabled=False")], "is autocast on"),
+        ([("torch.float16", "torch.bfloat16")], "for which dtype"),
         ([(STEP, "")], "did not change the weights"),
         ([(CLIP, CLIP + "    raise ValueError('x')\n")], "it raised ValueError"),
     ],
