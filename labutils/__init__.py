@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "checks": "checks",
+    "config": "config",
     "numerics": "numerics",
     "plotting": "plotting",
     "precision": "precision",
@@ -17,7 +18,7 @@ _MODULE_OF = {
     **dict.fromkeys(("choose_device", "setup"), "device"),
     **dict.fromkeys(("build_model", "count_targets", "lm_loss_sum", "flops_per_token"), "models"),
     **dict.fromkeys(("autocast", "grad_scaler", "matmul_rate", "support", "tf32"), "precision"),
-    **dict.fromkeys(("free_memory", "measure_step", "peak_bytes"), "memory"),
+    **dict.fromkeys(("free_memory", "measure_step"), "memory"),
     **dict.fromkeys(("compare", "find_runs", "load_record", "readable", "reference_runs"), "records"),
     **dict.fromkeys(("evaluate", "train"), "training"),
     **dict.fromkeys(("run_experiment", "run_experiments"), "experiment"),

@@ -14,7 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from labutils.config import CONFIGS_DIR, NAME_PATTERN, ConfigError, find_config, load_config, parse_overrides
-from labutils.records import REPO_DIR, RecordError, RunRecord, compare, find_runs, load_record, readable, runs_dir
+from labutils.records import (
+    REPO_DIR,
+    RecordError,
+    RunRecord,
+    compare,
+    find_runs,
+    load_record,
+    load_repeats,
+    readable,
+    runs_dir,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     run = add("run", _run, "train one experiment and save its record in runs/")
     run.add_argument("config", help="a YAML file, or a short name such as bf16")
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")
+    run.add_argument("--repeat", type=int, default=1, metavar="N", help="run N times; compare uses their spread")
     run.add_argument("--rerun", action="store_true", help="train even if an equal run is recorded")
     add("runs", _runs, "list the recorded runs, oldest first")
     comparing = add("compare", _compare, "compare recorded runs; the first is the baseline")
@@ -73,7 +84,11 @@ def _run(options: argparse.Namespace) -> int:
     from labutils.precision import PrecisionUnsupported
 
     try:
-        record = run_experiment(config, where=setup(), rerun=options.rerun)
+        device = setup()
+        for repeat in range(options.repeat):
+            record = run_experiment(config, where=device, repeat=repeat, rerun=options.rerun)
+            if record.outcome != "completed":
+                break
     except (DataError, PrecisionUnsupported, WeightsUnavailable) as error:
         print(error, file=sys.stderr)
         return 1
@@ -110,9 +125,11 @@ def _runs(_: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    records = [load_record(run) for run in options.run]
-    if len({r.name for r in records}) < len(records):  # two runs of one name: the id tells them apart
-        records = [r.model_copy(update={"name": f"{r.name}-{r.id}"}) for r in records]
+    chosen = [load_repeats(run) for run in options.run]
+    if len({runs[0].experiment for runs in chosen}) < len(chosen):  # runs of one experiment: their ids tell them apart
+        found = [load_record(run) for run in options.run]
+        chosen = [[r.model_copy(update={"name": f"{r.name}-{r.id}"})] for r in found]
+    records = [record for runs in chosen for record in runs]
     table = compare(records, baseline=records[0].name)
     if options.csv:
         print(table.to_csv(), end="")
@@ -145,7 +162,12 @@ def _new(options: argparse.Namespace) -> int:
     source = find_config(options.source)
     config = load_config(source)
     lines = source.read_text(encoding="utf-8").splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("name:"))
+    start = next((i for i, line in enumerate(lines) if line.startswith("name:")), None)
+    if start is None or not lines[start + 1].startswith("note:"):
+        print(
+            f"{source.name} is not laid out like the files in configs/: name, then note, a line each", file=sys.stderr
+        )
+        return 1
     lines[start : start + 2] = [f"name: {name}", f'note: "copied from {config.name}; say here what you changed"']
     header = [
         f"# my_{name}.yaml — a copy of {source.name} to edit; git ignores it.",

@@ -37,7 +37,6 @@ class Corpus:
     ids: np.ndarray
     tokenizer: Tokenizer
     digest: str
-    n_documents: int
 
     def split(self, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (training, held-out) blocks, each `(n_blocks, seq_len)` int64; every tenth block is held out.
@@ -75,7 +74,7 @@ def load_corpus(
         n_tokens += len(ids[-1])
         if n_tokens >= min_tokens:
             break
-    return Corpus(np.concatenate(ids), tokenizer, digest.hexdigest()[:12], len(ids))
+    return Corpus(np.concatenate(ids), tokenizer, digest.hexdigest()[:12])
 
 
 def batches(blocks: torch.Tensor, micro_batch_size: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,20 +31,22 @@ class GpuFacts:
     init_error: str = ""  # what torch says when it is not
     capability: tuple[int, int] | None = None
     arch_list: tuple[str, ...] = ()
-    hidden: bool = False  # CUDA_VISIBLE_DEVICES is set to nothing
+    hidden: bool = False  # CUDA_VISIBLE_DEVICES is set to nothing: the reader's choice
 
 
 def gpu_facts() -> GpuFacts:
     """Ask the driver (nvidia-smi) and torch. Starts no training and allocates nothing on the card."""
-    usable = torch.cuda.is_available()
     error = ""
-    if not usable and torch.version.cuda:
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as problem:
-            error = str(problem)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own warnings; `diagnose` says it with the mend
+        usable = torch.cuda.is_available()
+        if not usable and torch.version.cuda:
+            try:
+                torch.cuda.init()
+            except (RuntimeError, AssertionError) as problem:
+                error = str(problem)
     return GpuFacts(
-        cards=_driver_cards(),
+        cards=_nvidia_smi("name"),
         torch_cuda=torch.version.cuda,
         usable=usable,
         init_error=error,
@@ -53,12 +56,12 @@ def gpu_facts() -> GpuFacts:
     )
 
 
-def _driver_cards() -> tuple[str, ...]:
-    """Return the cards nvidia-smi lists; none where there is no driver or it does not answer in ten seconds."""
+def _nvidia_smi(field: str) -> tuple[str, ...]:
+    """Return one field of each card; nothing where there is no driver or it does not answer in ten seconds."""
     program = shutil.which("nvidia-smi")
     if not program:
         return ()
-    command = [program, "--query-gpu=name", "--format=csv,noheader"]
+    command = [program, f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -70,11 +73,9 @@ def diagnose(facts: GpuFacts) -> str | None:
     """Return why a card that is present cannot be used, and the command that mends it; None if there is no problem."""
     if facts.usable:
         return _unsupported_architecture(facts)
-    if not facts.cards:
+    if not facts.cards or facts.hidden:
         return None
     card = facts.cards[0]
-    if facts.hidden:
-        return f"{card} is hidden: CUDA_VISIBLE_DEVICES is set to nothing. Mend: unset CUDA_VISIBLE_DEVICES"
     if facts.torch_cuda is None:
         return f"{card} is present, but this torch is a CPU build. Mend: {INSTALL_CUDA_TORCH}"
     if "driver" in facts.init_error and "old" in facts.init_error:
@@ -87,6 +88,8 @@ def diagnose(facts: GpuFacts) -> str | None:
 
 def _unsupported_architecture(facts: GpuFacts) -> str | None:
     """A card runs machine code of its own major version up to its minor one, or later-compiled PTX of any older one."""
+    if any(arch.startswith("gfx") for arch in facts.arch_list):  # AMD, under ROCm: torch checks for itself
+        return None
     major, minor = facts.capability
     binaries = [_arch(a) for a in facts.arch_list if a.startswith("sm_")]
     ptx = [_arch(a) for a in facts.arch_list if a.startswith("compute_")]
@@ -147,18 +150,9 @@ def environment(device: torch.device) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(device)
         facts["capability"] = f"{properties.major}.{properties.minor}"
         facts["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.1f}"
-        facts["cuda"] = torch.version.cuda
-        facts["driver"] = _driver_version()
+        facts["cuda"] = torch.version.cuda or f"ROCm {torch.version.hip}"
+        facts["driver"] = (*_nvidia_smi("driver_version"), "unknown")[0]
     return facts
-
-
-def _driver_version() -> str:
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return "unknown"
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    return answer.stdout.split("\n")[0].strip() or "unknown"
 
 
 def setup() -> torch.device:
@@ -167,8 +161,10 @@ def setup() -> torch.device:
     Also tells pandas not to cut the reasons in our tables short.
     """
     pd.set_option("display.max_colwidth", None, "display.width", 200)
-    device = choose_device()
-    if problem := diagnose(gpu_facts()):
+    facts = gpu_facts()
+    problem = diagnose(facts)
+    device = torch.device("cuda" if facts.usable and not problem else "cpu")
+    if problem:
         print(f"!! A GPU IS NOT USED: {problem}\n")
     print(", ".join(f"{key} {value}" for key, value in environment(device).items() if key != "device_type"))
     return device

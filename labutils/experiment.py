@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from labutils.records import RunRecord, Timing, code_version, commit, find_equal
 from labutils.training import to_device, train
 
 UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
-HELD_OUT_BATCHES = 4
+HELD_OUT_SEQUENCES = 16  # the same ones whatever the batch
 
 
 def learning_rate_at(step: int, config: Config) -> float:
@@ -62,11 +61,9 @@ def build_batches(config: Config) -> tuple[Iterator[dict], list[dict], data.Corp
     corpus = build_corpus(config)
     blocks, held_out = corpus.split(config.seq_len)
     stream = data.batches(blocks, config.micro_batch_size, config.seed)
-    n_held_out = min(config.micro_batch_size, len(held_out))
-    evaluation = itertools.islice(
-        data.batches(held_out, n_held_out, seed=0), min(HELD_OUT_BATCHES, len(held_out) // n_held_out)
-    )
-    return stream, list(evaluation), corpus, len(blocks) // config.micro_batch_size
+    order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[:HELD_OUT_SEQUENCES]
+    evaluation = [{"input_ids": ids, "labels": ids} for ids in held_out[order].split(config.micro_batch_size)]
+    return stream, evaluation, corpus, len(blocks) // config.micro_batch_size
 
 
 def build_experiment_model(config: Config, where: torch.device) -> nn.Module:
@@ -129,8 +126,8 @@ def run_experiment(
         _announce(config, where, steps, resolved.steps, answer.reason)
     try:
         record = _train_and_measure(resolved, where, steps, stream, held_out, progress)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
             raise
         run_id, created = new_id()
         reason = (
@@ -148,6 +145,12 @@ def run_experiment(
     if progress:
         print(f"{record.name}: saved {path.name}")
     return record
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has an exception of its own; a CPU says so in a RuntimeError's text."""
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
 
 
 def _train_and_measure(
@@ -187,10 +190,16 @@ def _train_and_measure(
                 optimizer,
                 autocast=partial(precision.autocast, config.precision, where),
                 scaler=scaler,
+                max_grad_norm=config.max_grad_norm,
             )
     except KeyboardInterrupt:
         reason = "stopped by Ctrl-C after training, while memory was measured"
         return record.model_copy(update={"outcome": "interrupted", "reason": reason})
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = f"after training, while memory was measured: {str(error).splitlines()[0]}"
+        return record.model_copy(update={"outcome": "out_of_memory", "reason": reason})
     return record.model_copy(update={"memory": report})
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from labutils import models
 from labutils.records import MemoryLedger
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop messages are not for students
@@ -64,31 +65,41 @@ def measure_step(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     optimizer: torch.optim.Optimizer,
     *,
+    count_targets: Callable[[Any], int] = models.count_targets,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
     scaler: torch.amp.GradScaler | None = None,
+    max_grad_norm: float = 0.0,
 ) -> MemoryLedger:
-    """Run one optimizer step over `micro_batches` and return its peak bytes by phase and category.
+    """Run one optimizer step over `micro_batches` as `train` does, and return its peak bytes by phase and category.
 
-    Phases: forward (with the loss), backward, optimizer. The step really updates the model. Call it after at least one
-    ordinary step, so that the optimizer's state exists, and never time it: instrumented steps are slow.
-    `loss_fn(model, micro_batch)` returns a scalar; `micro_batches` are already on the model's device.
+    Phases: forward (with the loss), backward, optimizer (with unscaling and clipping). The step really updates the
+    model; never time it: instrumented steps are slow. `loss_fn` returns a sum over `count_targets(micro_batch)`;
+    `micro_batches` are already on the model's device. Raises ValueError if the optimizer makes its state in this very
+    step: the first step has another peak than all others.
     """
     device = next(model.parameters()).device
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
     optimizer.zero_grad(set_to_none=True)
+    parameters = list(model.parameters())
+    n_targets, n_states = sum(map(count_targets, micro_batches)), len(optimizer.state)
     recorder = (_CudaPhases if device.type == "cuda" else _CpuPhases)(model, optimizer)
     with recorder.recording():
         for micro_batch in micro_batches:
             with recorder.phase("forward"), autocast():
-                loss = loss_fn(model, micro_batch) / len(micro_batches)
+                loss = loss_fn(model, micro_batch) / n_targets
             with recorder.phase("backward"):
                 scaler.scale(loss).backward()
             del loss
         with recorder.phase("optimizer"):
+            scaler.unscale_(optimizer)
+            if max_grad_norm:
+                nn.utils.clip_grad_norm_(parameters, max_grad_norm)
             scaler.step(optimizer)
             scaler.update()
     report = recorder.report()
     optimizer.zero_grad(set_to_none=True)
+    if len(optimizer.state) != n_states:
+        raise ValueError("the optimizer had no state yet: run an ordinary step first")
     return report
 
 
@@ -118,7 +129,7 @@ class _CpuPhases:
         allocations = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
         born = {e["args"]["Addr"]: i for i, e in enumerate(allocations) if e["args"]["Bytes"] > 0}
         gradient_births = {born[address] for address in gradients if address in born}
-        phases: dict[str, dict[str, int]] = {}
+        phases = {name: {**standing, GRADIENTS: 0, REST: 0} for _, _, name in spans}
         rest = in_gradients = 0
         for i, event in enumerate(allocations):
             if i in gradient_births:
@@ -126,7 +137,7 @@ class _CpuPhases:
             else:
                 rest += event["args"]["Bytes"]
             name = next((n for start, end, n in spans if start <= event["ts"] <= end), None)
-            if name and rest + in_gradients > sum(phases.get(name, {}).get(c, 0) for c in (REST, GRADIENTS)):
+            if name and rest + in_gradients > phases[name][REST] + phases[name][GRADIENTS]:
                 phases[name] = {**standing, GRADIENTS: in_gradients, REST: rest}
         ordered = {phase: {c: found[c] for c in CATEGORIES} for phase, found in phases.items()}
         return MemoryLedger(phases=ordered, method="CPU allocator events (torch.profiler)")
@@ -147,6 +158,7 @@ class _CudaPhases:
         self.model, self.optimizer = model, optimizer
         self.phases: dict[str, dict[str, int]] = {}
         self.current = ""
+        self.others = torch.cuda.memory_allocated() - sum(self._known().values())  # of other code in this process
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -168,15 +180,18 @@ class _CudaPhases:
 
     def _note(self, _: torch.Tensor | None = None) -> None:
         """Keep the categories if the allocator's peak has grown since the last look."""
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - self.others
         if peak <= sum(self.phases.get(self.current, {}).values()):
             return
-        found = {
+        found = self._known()
+        self.phases[self.current] = {**found, REST: peak - sum(found.values())}
+
+    def _known(self) -> dict[str, int]:
+        return {
             PARAMETERS: tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
             GRADIENTS: tensor_bytes([p.grad for p in self.model.parameters() if p.grad is not None]),
-            OPTIMIZER: tensor_bytes(optimizer_tensors(self.optimizer)),
+            OPTIMIZER: tensor_bytes([t for t in optimizer_tensors(self.optimizer) if t.is_cuda]),
         }
-        self.phases[self.current] = {**found, REST: peak - sum(found.values())}
 
     def report(self) -> MemoryLedger:
         return MemoryLedger(

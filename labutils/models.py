@@ -88,10 +88,13 @@ def _transformers() -> tuple[type, type]:
 
 def _pretrained(model: str, shape: dict) -> nn.Module:
     """Return the hub's weights, from the cache or, if the hub answers, over the network."""
-    offline = _require_hub_or_cache(model, "config.json")
-    return _transformers()[1].from_pretrained(
-        f"openai-community/{model}", local_files_only=offline, dtype=torch.float32, **shape
-    )
+    offline = _require_hub_or_cache(model, "model.safetensors")
+    try:
+        return _transformers()[1].from_pretrained(
+            f"openai-community/{model}", local_files_only=offline, dtype=torch.float32, **shape
+        )
+    except OSError as error:
+        raise WeightsUnavailable(f"weights: pretrained: {error}. Way out: weights: random") from error
 
 
 def pretrained_tokenizer(model: str) -> Tokenizer:

@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 
 from labutils.numerics import FORMATS, FP16, FloatFormat
-from labutils.records import MIB, RunRecord
+from labutils.records import MIB, RunRecord, grouped
 
 # Okabe and Ito's palette: told apart by colour-blind readers; markers and line styles differ as well.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -27,7 +27,9 @@ CATEGORY_LOOKS = {  # colour and hatch of each memory category
 
 
 def _axis(ax: Axes | None, width: float = 7, height: float = 3.2) -> Axes:
-    return ax if ax is not None else plt.subplots(figsize=(width, height), layout="constrained")[1]
+    ax = ax if ax is not None else plt.subplots(figsize=(width, height), layout="constrained")[1]
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
 
 
 def bit_layout(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None) -> Axes:
@@ -50,7 +52,6 @@ def bit_layout(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None)
     ax.invert_yaxis()
     ax.set_xlabel("bit")
     ax.legend(ncols=3, loc="lower right", frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -75,7 +76,6 @@ def ranges(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None) -> 
     ax.axvline(0, color=BLACK, lw=0.8, ls=":")
     ax.set_xlabel("positive numbers, powers of two (0 is the number 1)")
     ax.legend(loc="lower right", frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -90,7 +90,6 @@ def relative_spacing(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None =
     ax.set_xlabel("number, powers of two")
     ax.set_ylabel("relative spacing, powers of two")
     ax.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.35))
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -113,22 +112,17 @@ def gradient_histogram(gradients: torch.Tensor, scale: float = 1.0, ax: Axes | N
     ax.set_xlim(-60, 20)
     ax.set_xlabel(f"|gradient| × {scale:g}, powers of two")
     ax.set_ylabel("how many")
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
 def _look(name: str, position: int) -> int:
     """Return the index of a run's colour, marker and line style: a precision keeps its own in every figure."""
     known = ("fp32", "tf32", "fp16", "bf16")
-    return known.index(name) if name in known else (len(known) + position) % len(COLORS)
+    return known.index(name) if name in known else 4 + position % 4
 
 
 def _trained(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    groups: dict[str, list[RunRecord]] = {}
-    for record in records:
-        if record.timing:
-            groups.setdefault(record.name, []).append(record)
-    return groups
+    return grouped([record for record in records if record.timing])
 
 
 def _bars(ax: Axes, labels: Sequence[str], values: Sequence[float], what: str) -> Axes:
@@ -138,7 +132,6 @@ def _bars(ax: Axes, labels: Sequence[str], values: Sequence[float], what: str) -
     ax.invert_yaxis()
     ax.margins(x=0.18)
     ax.set_xlabel(what)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -173,7 +166,6 @@ def stacked_memory(peaks: Mapping[str, Mapping[str, float]], ax: Axes | None = N
     ax.set_xlabel("bytes allocated at the peak, MiB")
     handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
     ax.legend(handles.values(), handles, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -195,7 +187,6 @@ def losses(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
     ax.set_xlabel("tokens trained on")
     ax.set_ylabel("training loss, nats per token")
     ax.legend(frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -222,7 +213,6 @@ def loss_scale(record: RunRecord, ax: Axes | None = None) -> Axes:
     ax.set_xlabel("optimizer step")
     ax.set_ylabel("loss scale")
     ax.legend(frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -244,7 +234,6 @@ def reconcile(rows: Mapping[str, Mapping[str, float | None]], what: str, ax: Axe
     ax.set_xlabel(what)
     if kinds and rows:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
@@ -261,7 +250,6 @@ def rates(by_name: Mapping[str, Mapping[int, float]], ax: Axes | None = None) ->
     ax.set_xlabel("n of an n×n product")
     ax.set_ylabel("GFLOP/s")
     ax.legend(frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 

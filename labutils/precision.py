@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -169,6 +170,15 @@ def _cuda_seconds(a: torch.Tensor, b: torch.Tensor, products: int = 10) -> float
     return start.elapsed_time(end) / 1000 / products
 
 
+def datasheet_tflops(card: str) -> dict[str, float]:
+    """Return {precision: dense TFLOP/s} of a card by its full name; empty if unknown, sliced (MIG) or a variant."""
+    words = set(re.split(r"[ -]", card))
+    if words & {"MIG", "NVL", "Laptop"}:
+        return {}
+    fits = (rates for name, rates in DATASHEET_TFLOPS.items() if set(re.split(r"[ -]", name)) <= words)
+    return next(fits, {})
+
+
 @lru_cache(maxsize=8)
 def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
     """Return (FLOP/s, where it is from): the denominator of an MFU.
@@ -177,8 +187,7 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
     16-bit ones are too slow to be anybody's peak. An MFU without its denominator says nothing.
     """
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        peaks = next((rates for card, rates in DATASHEET_TFLOPS.items() if card in name), {})
+        peaks = datasheet_tflops(torch.cuda.get_device_name(device))
         key = "bf16" if precision == "pure_bf16" else precision
         if key in peaks:
             return peaks[key] * 1e12, f"{peaks[key]:g} TFLOP/s, datasheet, dense"

@@ -9,9 +9,8 @@ import secrets
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,11 +103,11 @@ class RunRecord(_Part):
     memory: MemoryLedger | None = None
 
     @property
-    def key(self) -> str:
-        """Equal for two runs of the same experiment: config but for its note, code, corpus, device and versions."""
+    def experiment(self) -> str:
+        """Equal for runs of the same experiment: config but for its note, code, corpus, device and versions."""
         config = {k: v for k, v in self.config.items() if k != "note"}
         versions = {k: v for k, v in self.environment.items() if k != "commit"}
-        parts = [config, versions, self.corpus, self.code, self.repeat, self.steps_planned]
+        parts = [self.name, config, versions, self.corpus, self.code, self.steps_planned]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -117,8 +116,10 @@ class RunRecord(_Part):
         return len(self.series.loss) * self.tokens_per_step
 
     def save(self) -> Path:
-        """Write `runs/<name>-<id>.json` and return its path. Raises OSError if the folder cannot be written."""
+        """Write `runs/<name>-<id>.json` and return its path. Raises OSError if it exists or cannot be written."""
         path = runs_dir() / f"{self.name}-{self.id}.json"
+        if path.exists():
+            raise FileExistsError(f"{path} exists already; nothing is overwritten")
         write_atomically(path, self.model_dump_json(indent=1).encode())
         return path
 
@@ -145,9 +146,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def new_id() -> tuple[str, str]:
     """Return (id, time of creation): sorted ids are in order of time, and no two are equal."""
-    now = time.time()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    return f"{stamp}-{secrets.token_hex(2)}", time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
+    now = datetime.now(UTC)
+    return f"{now:%Y%m%d-%H%M%S%f}-{secrets.token_hex(2)}", now.isoformat(timespec="seconds")
 
 
 def code_version() -> str:
@@ -169,23 +169,28 @@ def commit() -> str:
 
 
 def load_record(source: str | os.PathLike[str]) -> RunRecord:
-    """Return the record meant by a path, a run's id, or a name (then the newest run of that name).
+    """Return the record meant by a run's id, a name (then the newest run of that name), or a path.
 
     Raises RecordError if there is none, or the file is damaged or of another version.
     """
-    path = Path(source)
+    fits = [p for p in _record_files() if p.stem == str(source) or p.stem.endswith(f"-{source}")]
+    fits = fits or [p for p in _record_files() if _name(p) == str(source)]
+    path = fits[-1] if fits else Path(source)
     if not path.is_file():
-        fits = [p for p in _record_files() if p.stem == str(source) or p.stem.endswith(f"-{source}")]
-        fits = fits or [p for p in _record_files() if _name(p) == str(source)]
-        if not fits:
-            raise RecordError(f"no run {str(source)!r} in {runs_dir()}; `python -m labutils runs` lists them")
-        path = fits[-1]
+        raise RecordError(f"no run {str(source)!r} in {runs_dir()}; `python -m labutils runs` lists them")
     try:
         return RunRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RecordError(f"{path.name} is not a version {RECORD_VERSION} record: {where} {first['msg']}") from None
+
+
+def load_repeats(source: str | os.PathLike[str]) -> list[RunRecord]:
+    """Return the record that `load_record` returns, with all completed repeats of its experiment, oldest first."""
+    record = load_record(source)
+    repeats = [r for r in find_runs()[0] if r.experiment == record.experiment and r.outcome == "completed"]
+    return repeats if any(r.id == record.id for r in repeats) else [record]
 
 
 def _name(path: Path) -> str:
@@ -208,8 +213,9 @@ def find_runs() -> tuple[list[RunRecord], list[str]]:
 
 
 def find_equal(record: RunRecord) -> RunRecord | None:
-    """Return the newest completed run with the same key, if there is one."""
-    fits = [r for r in find_runs()[0] if r.outcome == "completed" and r.key == record.key]
+    """Return the newest completed run of the same experiment and repeat, if there is one."""
+    fits = [r for r in find_runs()[0] if r.outcome == "completed" and r.experiment == record.experiment]
+    fits = [r for r in fits if r.repeat == record.repeat]
     return fits[-1] if fits else None
 
 
@@ -229,9 +235,7 @@ def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFram
     """
     import pandas as pd
 
-    groups: dict[str, list[RunRecord]] = {}
-    for record in records:
-        groups.setdefault(record.name, []).append(record)
+    groups = grouped(records)
     if baseline not in groups:
         raise RecordError(f"no run is named {baseline!r}; there are: {', '.join(groups) or 'none'}")
     trained = [r for r in records if r.series.loss]
@@ -273,6 +277,18 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     for column, n in digits.items():
         text[column] = [f"{v:,.{n}f}" if v == v and v is not None else "–" for v in table[column]]
     return text.where(table.notna(), "–")
+
+
+def grouped(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Return {label: runs of one experiment}: the label is the name, with the id where two experiments share it."""
+    experiments: dict[str, list[RunRecord]] = {}
+    for record in records:
+        experiments.setdefault(record.experiment, []).append(record)
+    labels: dict[str, list[RunRecord]] = {}
+    for runs in experiments.values():
+        name = runs[0].name
+        labels[f"{name}-{runs[0].id}" if name in labels else name] = runs
+    return labels
 
 
 def _time(runs: list[RunRecord]) -> tuple[float | None, float]:
@@ -318,6 +334,7 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
     for what, values in (
         ("device", {r.environment.get("device", "") for r in records}),
         ("torch version", {r.environment.get("torch", "") for r in records}),
+        ("transformers version", {r.environment.get("transformers", "") for r in records}),
         ("code version", {r.code for r in records}),
         ("corpus", {r.corpus for r in records}),
         ("tokens per step", {str(r.tokens_per_step) for r in records}),

@@ -54,7 +54,7 @@ def train(
     scaler = scaler or precision.grad_scaler(precision_name, where)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stream, log, held_out_losses = iter(batches), _StepLog(where), []
-    outcome, reason = "completed", ""
+    outcome, reason, targets_per_step = "completed", "", 0
     one = torch.ones((), device=where)
     bar = tqdm(
         range(steps), desc=name, file=sys.stdout, mininterval=1, disable=not progress, unit="step", dynamic_ncols=False
@@ -72,6 +72,7 @@ def train(
                     reason = f"the batches ended after {step} of {steps} steps"
                     break
                 n_targets = sum(map(count_targets, micro_batches))
+                targets_per_step = targets_per_step or n_targets
                 step_loss = torch.zeros((), device=where)
                 for micro_batch in micro_batches:
                     with precision.autocast(precision_name, where):
@@ -86,21 +87,18 @@ def train(
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 log.stop(step_loss, grad_norm, scale, optimizer.param_groups[0]["lr"])
-                if log.due():
+                if log.due() or step + 1 == steps:
                     bar.set_postfix_str(f"loss {log.read():.3f}", refresh=False)
-                    if log.non_finite_in_a_row() >= NON_FINITE_LIMIT:
+                    if log.non_finite_in_a_row >= NON_FINITE_LIMIT:
                         outcome, reason = "non_finite", _diagnosis(log, precision_name)
                         break
-                if held_out and eval_every and (step + 1) % eval_every == 0 and step + 1 < steps:
-                    held_out_losses.append(
-                        (step + 1, evaluate(model, held_out, loss_fn, count_targets, precision_name))
-                    )
+                if held_out and (step + 1 == steps or (eval_every and (step + 1) % eval_every == 0)):
+                    loss = evaluate(model, held_out, loss_fn, count_targets, precision_name)
+                    held_out_losses.append((step + 1, loss))
         except KeyboardInterrupt:
             outcome, reason = "interrupted", f"stopped by Ctrl-C after {log.n_complete} of {steps} steps"
             optimizer.zero_grad(set_to_none=True)
         log.read()
-        if held_out and outcome == "completed":
-            held_out_losses.append((log.n_complete, evaluate(model, held_out, loss_fn, count_targets, precision_name)))
     run_id, created = new_id()
     return RunRecord(
         id=run_id,
@@ -111,6 +109,7 @@ def train(
         outcome=outcome,
         reason=reason,
         steps_planned=steps,
+        tokens_per_step=targets_per_step,
         series=log.series(final_scale=float(scaler.get_scale()) if scaler.is_enabled() else 1.0),
         held_out=held_out_losses,
     )
@@ -136,11 +135,13 @@ def evaluate(
     model.eval()
     total = torch.zeros((), device=where, dtype=torch.float64 if where.type == "cpu" else torch.float32)
     n_targets = 0
-    for batch in batches:
-        with precision.autocast(precision_name, where):
-            total += loss_fn(model, to_device(batch, where))
-        n_targets += count_targets(batch)
-    model.train()
+    try:
+        for batch in batches:
+            with precision.autocast(precision_name, where):
+                total += loss_fn(model, to_device(batch, where))
+            n_targets += count_targets(batch)
+    finally:
+        model.train()
     return float(total) / max(n_targets, 1)
 
 
@@ -153,6 +154,7 @@ class _StepLog:
         self.rows: list[list[float]] = []  # loss, grad_norm, loss_scale
         self.learning_rates: list[float] = []
         self.marks: list[tuple[Any, Any]] = []
+        self.non_finite_in_a_row = 0
         self.last_read = time.monotonic()
 
     def _mark(self) -> Any:
@@ -180,14 +182,12 @@ class _StepLog:
     def read(self) -> float:
         """Fetch what is pending (this waits for the device) and return the last loss."""
         if self.pending:
-            self.rows += torch.stack(self.pending).tolist()
+            for row in torch.stack(self.pending).tolist():
+                self.rows.append(row)
+                self.non_finite_in_a_row = 0 if math.isfinite(row[0]) else self.non_finite_in_a_row + 1
             self.pending = []
         self.last_read = time.monotonic()
         return self.rows[-1][0] if self.rows else math.nan
-
-    def non_finite_in_a_row(self) -> int:
-        losses = [row[0] for row in self.rows]
-        return next((i for i, loss in enumerate(reversed(losses)) if math.isfinite(loss)), len(losses))
 
     def step_ms(self) -> list[float]:
         if self.cuda:
@@ -211,10 +211,8 @@ class _StepLog:
 
 
 def _diagnosis(log: _StepLog, precision_name: str) -> str:
-    first = next(i for i, row in enumerate(log.rows) if not math.isfinite(row[0]))
-    text = (
-        f"the loss has been inf or NaN since step {first + 1}: the forward pass overflows or the weights are damaged. "
-    )
+    first = len(log.rows) - log.non_finite_in_a_row + 1
+    text = f"the loss has been inf or NaN since step {first}: the forward pass overflows or the weights are damaged. "
     if precision_name == "fp16":
         text += "No loss scale can mend that. Try precision: bf16 or fp32; if those fail too, a lower "
     else:

@@ -1,9 +1,12 @@
-"""Every test writes into a folder of its own, and no test reaches a network."""
+"""Every test writes into a folder of its own, reads the configs as committed, and finds no model hub."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from labutils import cli, config
+from tests.helpers import committed
 
 
 @pytest.fixture(scope="session")
@@ -11,8 +14,20 @@ def runs_root(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.fixture(scope="session")
+def shipped_configs(tmp_path_factory):
+    """The configs as committed: a reader's edits in the working tree fail no test."""
+    folder = tmp_path_factory.mktemp("course") / "configs"
+    folder.mkdir()
+    for path in sorted(config.CONFIGS_DIR.glob("*_config.yaml")):
+        (folder / path.name).write_text(committed(f"configs/{path.name}"), encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def _isolated(monkeypatch, runs_root):
+def _isolated(monkeypatch, runs_root, shipped_configs):
+    monkeypatch.setattr(config, "CONFIGS_DIR", shipped_configs)
+    monkeypatch.setattr(cli, "CONFIGS_DIR", shipped_configs)
     monkeypatch.setenv("LABUTILS_RUNS", str(runs_root))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a hub that refuses

@@ -19,7 +19,6 @@ def test_stdlib_corpus_is_text_and_its_digest_is_stable():
 
 def test_corpus_grows_until_it_has_enough():
     small, large = lab.load_corpus(min_tokens=1), lab.load_corpus(min_tokens=200_000)
-    assert small.n_documents == 1
     assert len(large.ids) >= 200_000
     assert (large.ids[: len(small.ids)] == small.ids).all()
 
@@ -70,6 +69,20 @@ def test_padding_changes_no_loss():
         expected = sum(lab.lm_loss_sum(model, b) for b in alone)
         assert torch.allclose(lab.lm_loss_sum(model, together), expected, rtol=1e-5)
     assert lab.count_targets(together) == sum(map(lab.count_targets, alone))
+
+
+def test_documents_are_told_apart_by_an_end_of_text_token():
+    one = lab.load_corpus(min_tokens=1)
+    more = lab.load_corpus(min_tokens=len(one.ids) + 1)
+    end = one.tokenizer.token_to_id("<|endoftext|>")
+    assert one.ids[-1] == end
+    assert (more.ids == end).sum() == 2
+
+
+def test_digest_and_cache_know_the_tokenizer():
+    small, large = (lab.load_corpus(min_tokens=1, vocab_size=n) for n in (300, 2048))
+    assert (small.tokenizer.get_vocab_size(), large.tokenizer.get_vocab_size()) == (300, 2048)
+    assert small.digest != large.digest
 
 
 def test_own_text_works(tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 import labutils as lab
 from labutils.memory import CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, REST, cuda_memory, tensor_bytes
 from labutils.precision import autocast, grad_scaler
-from tests.helpers import CPU, regression_batches, squared_error_sum
+from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum
 
 WIDTH, ROWS = 64, 32
 
@@ -24,7 +24,7 @@ def step_report(model, batches, **options):
     x = torch.randn(ROWS, WIDTH)
     model(x).sum().backward()
     optimizer.step()
-    return lab.measure_step(model, batches, lambda m, b: m(b).sum(), optimizer, **options)
+    return lab.measure_step(model, batches, lambda m, b: m(b).sum(), optimizer, count_targets=len, **options)
 
 
 def test_standing_bytes_are_exact():
@@ -98,12 +98,48 @@ def test_measuring_says_nothing_on_stderr(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_free_memory_works_without_cuda():
-    lab.free_memory()
-
-
 def test_loss_fn_of_another_kind_works():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = lab.measure_step(model, regression_batches(2), squared_error_sum, optimizer)
-    assert set(report.phases) >= {"forward", "backward"}
+    report = lab.measure_step(model, regression_batches(2), squared_error_sum, optimizer, count_targets=count_rows)
+    assert list(report.phases) == ["forward", "backward", "optimizer"]
+
+
+def test_measured_fp16_step_is_not_a_skipped_one():
+    """Divided by too little, the scaled gradients overflow, the step is skipped, and its temporaries are missed."""
+    model = lab.build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    scaler = grad_scaler("fp16", CPU, init_scale=2.0**14)
+    stream = lab.batches(lab.load_corpus().split(32)[0], 1, 0)
+    lab.train(model, stream, lab.lm_loss_sum, optimizer, steps=1, precision_name="fp16", scaler=scaler, progress=False)
+    before = model.transformer.wpe.weight.detach().clone()
+    options = {"autocast": partial(autocast, "fp16", CPU), "scaler": scaler, "max_grad_norm": 1.0}
+    report = lab.measure_step(model, [next(stream)], lab.lm_loss_sum, optimizer, **options)
+    assert not torch.equal(model.transformer.wpe.weight, before)
+    assert scaler.get_scale() == 2.0**14
+    assert report.phases["optimizer"][REST] > 4e6  # foreach AdamW makes a list of temporaries as large as the weights
+
+
+def test_first_step_is_refused():
+    model = chain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="run an ordinary step first"):
+        lab.measure_step(model, [torch.randn(2, WIDTH)], lambda m, b: m(b).sum(), optimizer, count_targets=len)
+
+
+def test_buffers_count_as_parameters():
+    model = nn.Sequential(chain(1), nn.BatchNorm1d(WIDTH))
+    report = step_report(model, [torch.randn(ROWS, WIDTH)])
+    buffers = 2 * 4 * WIDTH + 8
+    assert report.phases["forward"][PARAMETERS] == 4 * WIDTH**2 + 2 * 4 * WIDTH + buffers
+
+
+def test_memory_is_freed_in_the_right_order(monkeypatch):
+    """Garbage first, then the cache, then the statistics. Shown on CUDA by a gpu test; here only the order."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("gc.collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset_peak"))
+    lab.free_memory()
+    assert calls == ["collect", "empty_cache", "reset_peak"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.models import SIZES, WeightsUnavailable
+from labutils.models import SIZES
 from tests.helpers import REPO
 
 
@@ -106,8 +106,9 @@ def test_cached_pretrained_weights_load_in_training_mode(tmp_path, monkeypatch):
     assert float(total) == pytest.approx(saved.transformer.wpe.weight.sum().item(), abs=1e-3)
 
 
-def test_weights_unavailable_is_a_runtime_error():
-    assert issubclass(WeightsUnavailable, RuntimeError)
+def test_every_advertised_name_exists():
+    for name in lab.__all__:
+        assert getattr(lab, name) is not None
 
 
 def test_building_and_running_says_nothing_on_stderr():

@@ -87,8 +87,8 @@ def test_figures_are_described_and_ideas_are_short(name):
 
 
 @pytest.mark.parametrize(("name", "title"), [(n, t) for n in NAMES for t in sections(read(n)) if t != "setup"])
-def test_setup_plus_one_section_runs_alone(name, title, monkeypatch, capsys):
-    monkeypatch.chdir(REPO)
+def test_setup_plus_one_section_runs_alone(name, title, monkeypatch, capsys, shipped_configs):
+    monkeypatch.chdir(shipped_configs.parent)
     parts = sections(read(name))
     namespace = {"__name__": "__main__"}
     for source in (*parts["setup"], *parts[title]):

@@ -75,6 +75,24 @@ def test_probing_leaves_the_random_numbers_of_training_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.parametrize(
+    ("card", "fp16"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("Tesla T4", 65.0),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GeForce RTX 4060", None),
+    ],
+)
+def test_datasheet_peak_belongs_to_the_very_card(card, fp16):
+    assert precision.datasheet_tflops(card).get("fp16") == fp16
+
+
 def test_peak_rate_says_where_it_is_from():
     rate, source = precision.peak_rate("fp32", CPU)
     assert rate > 1e8

@@ -93,6 +93,7 @@ def test_repeat_is_a_run_of_its_own(runs):
 
 def test_incomplete_run_is_not_reused(runs):
     first = tiny_run()
+    (runs / f"fp32-{first.id}.json").unlink()
     first.model_copy(update={"outcome": "interrupted"}).save()
     assert tiny_run().id != first.id
 
@@ -157,7 +158,9 @@ def test_record_is_found_by_name_id_and_path(runs):
 
 
 def test_runs_of_one_second_are_told_apart():
-    assert len({new_id()[0] for _ in range(50)}) > 45
+    ids = [new_id()[0] for _ in range(200)]
+    assert len(set(ids)) == 200
+    assert [i[:-5] for i in ids] == sorted(i[:-5] for i in ids)
 
 
 # ---- comparing
@@ -218,6 +221,19 @@ def test_steps_column_counts_what_ran():
 def test_runs_of_different_times_are_pointed_out():
     late = record("bf16", created="2999-01-01T00:00:00+0000")
     assert any("half an hour" in note for note in lab.compare([record("fp32"), late]).attrs["notes"])
+
+
+def test_experiments_that_share_a_name_have_rows_of_their_own():
+    one, two = record("fp32", config={"seq_len": 16}), record("fp32", ms=20.0, config={"seq_len": 8})
+    table = lab.compare([one, two, record("bf16")])
+    assert list(table.index) == ["fp32", f"fp32-{two.id}", "bf16"]
+
+
+def test_no_record_is_overwritten(runs):
+    saved = record()
+    saved.save()
+    with pytest.raises(FileExistsError):
+        saved.save()
 
 
 def test_missing_baseline_is_an_error():

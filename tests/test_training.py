@@ -171,6 +171,56 @@ def test_unsupported_precision_is_refused_before_any_work():
         train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="tf32")
 
 
+def test_late_nans_are_noticed_and_the_streak_is_dated():
+    model = two_layers()
+    good, bad = regression_batches(2)
+    bad["x"] = bad["x"] * math.nan
+    batches = [good, bad, *[good] * 3, *[bad] * 5]
+    record = train(model, batches, optimizer=sgd(model, 0.0), steps=10, precision_name="fp16")
+    assert record.outcome == "non_finite"
+    assert "since step 6" in record.reason
+
+
+def test_ctrl_c_in_the_evaluation_loses_nothing_and_leaves_training_mode():
+    class Interrupting(list):
+        def __iter__(self):
+            raise KeyboardInterrupt
+
+    model = two_layers()
+    record = train(
+        model, regression_batches(3), optimizer=sgd(model), steps=3, held_out=Interrupting(regression_batches(1))
+    )
+    assert (record.outcome, len(record.series.loss)) == ("interrupted", 3)
+    assert model.training
+
+
+def test_training_and_evaluation_run_in_the_precision_asked_for(monkeypatch):
+    model, dtypes = two_layers().eval(), []
+    model[0].register_forward_hook(lambda module, _i, out: dtypes.append((module.training, out.dtype)))
+    settings = []
+    real = lab.precision.tf32
+    monkeypatch.setattr(lab.precision, "tf32", lambda on: settings.append(on) or real(on))
+    held_out = regression_batches(1)
+    train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="bf16", held_out=held_out)
+    assert dtypes == [(True, torch.bfloat16), (False, torch.bfloat16)]
+    assert settings == [False]
+
+
+def test_scaled_and_unscaled_fp16_training_agree_where_little_underflows():
+    results = []
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False), grad_scaler("fp16", CPU, init_scale=2.0**8)):
+        model = two_layers()
+        train(model, regression_batches(5), optimizer=sgd(model), steps=5, precision_name="fp16", scaler=scaler)
+        results.append(flat(model))
+    assert torch.allclose(*results, atol=1e-4)  # subnormal gradients of the unscaled run keep fewer bits
+
+
+def test_records_of_plain_training_count_their_targets():
+    model = two_layers()
+    record = train(model, regression_batches(2, size=6), optimizer=sgd(model), steps=2)
+    assert record.tokens == 12
+
+
 def test_schedule_warms_up_then_falls_to_a_tenth():
     config = lab.load_config("fp32", steps=100, lr_warmup_steps=10, learning_rate=1.0, lr_schedule="cosine")
     rates = [learning_rate_at(step, config) for step in range(100)]
