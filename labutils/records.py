@@ -272,9 +272,9 @@ def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFram
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """Return the table of `compare` as short texts: rounded, and – where a run has no such value."""
-    digits = {"step_ms": 1, "speedup": 3, "tokens_per_s": 0, "peak_mib": 1, "saving_percent": 1, "loss": 4}
+    digits = {"steps": 0, "step_ms": 1, "speedup": 3, "tokens_per_s": 0, "peak_mib": 1, "saving_percent": 1, "loss": 4}
     text = table.astype(object)
-    for column, n in digits.items():
+    for column, n in {c: n for c, n in digits.items() if c in table}.items():
         text[column] = [f"{v:,.{n}f}" if v == v and v is not None else "–" for v in table[column]]
     return text.where(table.notna(), "–")
 
