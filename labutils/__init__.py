@@ -19,6 +19,7 @@ _MODULE_OF = {
     **dict.fromkeys(("build_model", "count_targets", "lm_loss_sum", "flops_per_token"), "models"),
     **dict.fromkeys(("autocast", "grad_scaler", "matmul_rate", "support", "tf32"), "precision"),
     **dict.fromkeys(("free_memory", "measure_step"), "memory"),
+    **dict.fromkeys(("predict_memory", "predict_module"), "predict"),
     **dict.fromkeys(("compare", "find_runs", "load_record", "readable", "reference_runs"), "records"),
     **dict.fromkeys(("evaluate", "train"), "training"),
     **dict.fromkeys(("run_experiment", "run_experiments"), "experiment"),

@@ -57,6 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")
     run.add_argument("--repeat", type=int, default=1, metavar="N", help="run N times; compare uses their spread")
     run.add_argument("--rerun", action="store_true", help="train even if an equal run is recorded")
+    predict = add("predict", _predict, "predict the peak memory of an experiment on a GPU, without one")
+    predict.add_argument("config", help="a YAML file, or a short name such as bf16")
+    predict.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value"
+    )
+    predict.add_argument(
+        "--device", choices=["t4", "rtx4060", "a100", "h200", "this", "cpu"], default="a100", help="(a100)"
+    )
+    predict.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="the card's memory, if not the device's")
+    predict.add_argument("--json", action="store_true", help="print JSON")
     add("runs", _runs, "list the recorded runs, oldest first")
     comparing = add("compare", _compare, "compare recorded runs; the first is the baseline")
     comparing.add_argument("run", nargs="+", help="a name (its newest run), an id, or a record's path")
@@ -95,6 +105,46 @@ def _run(options: argparse.Namespace) -> int:
     if record.series.loss:
         print(_summary([record]).to_string())
     return {"completed": 0, "interrupted": 130}.get(record.outcome, 1)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    config = load_config(options.config, **parse_overrides(options.pairs))
+    import json
+
+    import pandas as pd
+
+    from labutils.precision import PrecisionUnsupported
+    from labutils.predict import CONTEXT_GIB, card_named, fit, needed_gib, predict_memory
+
+    try:
+        ledger = predict_memory(config, options.device)
+        budget = options.gpu_memory_gib
+        if budget is None and options.device != "cpu":
+            budget = card_named(options.device).memory_gib
+    except (PrecisionUnsupported, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    fits = budget is None or needed_gib(ledger) <= budget
+    if options.json:
+        answer = {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase, "categories": ledger.categories}
+        print(json.dumps(answer | {"phases": ledger.phases, "fits": fits, "device": options.device}, indent=1))
+        return 0
+    table = pd.DataFrame(ledger.phases) / 2**20
+    table.loc["together"] = table.sum()
+    print(f"{config.name}: MiB allocated at each phase's peak, {ledger.method}\n{table.round(1).to_string()}")
+    print(f"\npeak {ledger.peak_bytes / 2**30:.2f} GiB allocated, in the {ledger.peak_phase} phase")
+    if budget is None:
+        return 0
+    asked = f"{needed_gib(ledger):.1f} GiB with a tenth for fragmentation and {CONTEXT_GIB} GiB for the CUDA context"
+    print(f"{'fits' if fits else 'does NOT fit'} {budget:g} GiB: it asks for {asked}")
+    if not fits:
+        found = fit(config, budget, options.device)
+        if found.fits(budget):
+            print(f"fits with {needed_gib(found.ledger):.1f} GiB if you change, cheapest first:")
+        else:
+            print(f"no change known so far makes it fit; the smallest asks for {needed_gib(found.ledger):.1f} GiB:")
+        print("\n".join(f"  {cost}" for cost in found.costs))
+    return 0
 
 
 def _summary(records: Sequence[RunRecord]):

@@ -68,7 +68,13 @@ def build_batches(config: Config) -> tuple[Iterator[dict], list[dict], data.Corp
 
 def build_experiment_model(config: Config, where: torch.device) -> nn.Module:
     """Return the config's model on a device, in training mode; bfloat16 weights for `pure_bf16`, else float32."""
-    model = models.build_model(
+    model = float32_model(config)
+    return model.to(where, dtype=torch.bfloat16 if config.precision == "pure_bf16" else torch.float32)
+
+
+def float32_model(config: Config) -> nn.Module:
+    """Return the config's model, float32, on the CPU, in training mode."""
+    return models.build_model(
         config.model,
         seq_len=config.seq_len,
         seed=config.seed,
@@ -77,7 +83,6 @@ def build_experiment_model(config: Config, where: torch.device) -> nn.Module:
         activation=config.activation,
         use_cache=config.use_cache,
     )
-    return model.to(where, dtype=torch.bfloat16 if config.precision == "pure_bf16" else torch.float32)
 
 
 def run_experiment(

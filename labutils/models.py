@@ -135,6 +135,20 @@ def _settle(future: Future, work: Callable[[], object]) -> None:
         future.set_exception(error)
 
 
+def use_maskless_attention(model: nn.Module) -> None:
+    """Make a GPT-2 attend causally without a mask tensor, as it does on real tensors without padding.
+
+    On fake tensors transformers believes that it is being exported and builds the mask; a prediction must not count it.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register("causal_without_mask", sdpa_attention_forward)
+    AttentionMaskInterface.register("causal_without_mask", lambda *_args, **_options: None)
+    model.config._attn_implementation = "causal_without_mask"
+
+
 def lm_loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the next-token cross-entropy, *summed* over the targets of a `(B, T)` batch: a float32 scalar.
 

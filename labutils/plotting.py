@@ -23,6 +23,10 @@ CATEGORY_LOOKS = {  # colour and hatch of each memory category
     "gradients": (ORANGE, "//"),
     "optimizer state": (GREEN, ".."),
     "activations and temporaries": (SKY, "\\\\"),
+    "activations": (SKY, "--"),
+    "cast weights": (YELLOW, ""),
+    "logits and loss": (PURPLE, "xx"),
+    "temporaries": (VERMILION, "oo"),
 }
 
 
@@ -151,11 +155,11 @@ def throughput(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
 
 
 def stacked_memory(peaks: Mapping[str, Mapping[str, float]], ax: Axes | None = None) -> Axes:
-    """Draw {label: {category: bytes}} as stacked bars, in MiB."""
-    ax = _axis(ax)
+    """Draw {label: {category: bytes}} as stacked bars, in MiB. A category without bytes is left out."""
+    ax = _axis(ax, 8, 0.45 * len(peaks) + 1.9)
     for row, parts in enumerate(peaks.values()):
         left = 0.0
-        for category, n_bytes in parts.items():
+        for category, n_bytes in ((c, n) for c, n in parts.items() if n):
             color, hatch = CATEGORY_LOOKS.get(category, (PURPLE, "xx"))
             ax.barh(row, n_bytes / MIB, left=left, color=color, hatch=hatch, edgecolor="white", label=category)
             left += n_bytes / MIB
@@ -165,7 +169,7 @@ def stacked_memory(peaks: Mapping[str, Mapping[str, float]], ax: Axes | None = N
     ax.margins(x=0.14)
     ax.set_xlabel("bytes allocated at the peak, MiB")
     handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    ax.legend(handles.values(), handles, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, frameon=False)
+    ax.legend(handles.values(), handles, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3, frameon=False)
     return ax
 
 

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import labutils as lab
+from labutils import experiment, memory, models, precision
+from labutils.cli import main
+from labutils.config import ConfigError
+from labutils.memory import GRADIENTS, OPTIMIZER, PARAMETERS, REST
+from labutils.predict import CARDS, cuda_rules, fit, needed_gib, predict_memory, predict_module
+from tests.helpers import CPU
+
+TINY = {"seq_len": 32, "micro_batch_size": 2, "dropout": 0.0}
+
+
+def measured(config):
+    """Return the profiler's ledger of one real step of a config on the CPU."""
+    model = experiment.build_experiment_model(config, CPU)
+    optimizer = experiment.build_optimizer(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    batch = {"input_ids": torch.zeros(config.micro_batch_size, config.seq_len, dtype=torch.int64)}
+    batch["labels"] = batch["input_ids"]
+    return memory.measure_step(
+        model,
+        [batch] * config.grad_accum_steps,
+        models.lm_loss_sum,
+        optimizer,
+        autocast=lambda: precision.autocast(config.precision, CPU),
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "pure_bf16"])
+def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, implementation):
+    changes = {"precision": name, "optimizer_impl": implementation, "tokens_per_step": 64 * accumulate}
+    config = lab.load_config("fp32", **TINY, **changes)
+    predicted, real = predict_memory(config, "cpu"), measured(config.on("cpu"))
+    assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+    assert sum(real.phases[predicted.peak_phase].values()) == pytest.approx(real.peak_bytes, rel=0.005)  # or a tie
+    for phase, parts in real.phases.items():
+        ours = predicted.phases[phase]
+        rest = sum(n for category, n in ours.items() if category not in (PARAMETERS, GRADIENTS, OPTIMIZER))
+        assert sum(ours.values()) == pytest.approx(sum(parts.values()), rel=0.005), phase
+        assert ours[PARAMETERS] == parts[PARAMETERS]
+        assert ours[OPTIMIZER] == pytest.approx(parts[OPTIMIZER], rel=0.001)
+        assert rest + ours[GRADIENTS] == pytest.approx(parts[REST] + parts[GRADIENTS], abs=0.005 * real.peak_bytes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dropout": 0.1}, {"activation": "gelu_tanh"}, {"use_cache": True}, {"seq_len": 96}]
+)
+def test_prediction_knows_the_switches_of_the_model(changes):
+    values = {**TINY, "tokens_per_step": 192, "micro_batch_size": 2} | changes
+    config = lab.load_config("fp32", **values)
+    predicted, real = predict_memory(config, "cpu"), measured(config.on("cpu"))
+    assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+
+
+def test_prediction_for_cuda_is_what_independent_traces_found():
+    """124M, B4 T1024, BF16 autocast, tanh GELU, no cache, no dropout, fused AdamW: 5333 MiB by a fake-CUDA trace."""
+    config = lab.load_config("optimized", seq_len=1024, micro_batch_size=4, tokens_per_step=4096)
+    assert predict_memory(config, "a100").peak_bytes / 2**20 == pytest.approx(5333, rel=0.001)
+
+
+def test_cuda_rules_are_gone_afterwards():
+    x = torch.randn(1, 1, 4, 4, requires_grad=True)
+    before = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    predict_memory(lab.load_config("fp32", **TINY, tokens_per_step=64), "a100")
+    assert torch.equal(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True), before)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert x.bfloat16().exp().dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="inside"), cuda_rules():
+        raise RuntimeError("inside")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert x.bfloat16().exp().dtype == torch.bfloat16
+
+
+def test_autocast_adds_cast_weights_and_halves_no_weight():
+    config = {"seq_len": 128, "micro_batch_size": 1, "tokens_per_step": 128}
+    full, half = (predict_memory(lab.load_config(name, **config), "a100") for name in ("fp32", "bf16"))
+    for category in (PARAMETERS, OPTIMIZER):
+        assert full.phases["optimizer"][category] == half.phases["optimizer"][category]
+    assert full.phases["forward"]["cast weights"] == 0
+    assert half.phases["forward"]["cast weights"] > 200 * 2**20  # 2 bytes for each of 124M parameters
+
+
+def test_gradients_stay_alive_between_micro_batches():
+    values = {"seq_len": 64, "micro_batch_size": 1}
+    one, many = (predict_memory(lab.load_config("fp32", **values, tokens_per_step=64 * n), "a100") for n in (1, 8))
+    assert one.phases["forward"][GRADIENTS] == 0
+    assert many.phases["forward"][GRADIENTS] == many.phases["optimizer"][GRADIENTS]
+
+
+def test_memory_efficient_attention_where_there_is_no_flash():
+    config = lab.load_config("fp16", seq_len=512, micro_batch_size=4, tokens_per_step=2048)
+    assert predict_memory(config, "t4").peak_bytes > 0
+    with pytest.raises(precision.PrecisionUnsupported, match="bf16 cannot run on t4"):
+        predict_memory(lab.load_config("bf16"), "t4")
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_any_module_is_predicted_and_left_alone(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
+    before = [p.detach().clone() for p in model.parameters()]
+    batch = torch.randn(64, 256)
+    predicted = predict_module(
+        model, batch, lambda m, b: m(b).square().sum(), torch.optim.Adam, precision_name=name, device="cpu"
+    )
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    real = memory.measure_step(
+        model,
+        [batch],
+        lambda m, b: m(b).square().sum(),
+        optimizer,
+        count_targets=lambda b: 1,
+        autocast=lambda: precision.autocast(name, CPU),
+    )
+    assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+
+
+def test_nothing_of_the_predicted_size_is_allocated():
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ledger = predict_memory(lab.load_config("fp32", model="gpt2-xl", seq_len=1024), "h200")
+    assert ledger.peak_bytes > 30 * 2**30
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2 * 2**30
+
+
+def test_fit_changes_as_little_as_it_must():
+    config = lab.load_config("fp32", seq_len=512, micro_batch_size=8, tokens_per_step=4096, optimizer_impl="foreach")
+    as_is = predict_memory(config)
+    assert fit(config, needed_gib(as_is) + 0.1).changes == {}
+    cheap = fit(config, needed_gib(as_is) - 0.1)
+    assert set(cheap.changes) <= {"activation", "optimizer_impl", "use_cache"}
+    tight = fit(config, 4.0)
+    assert tight.fits(4.0)
+    assert tight.changes["micro_batch_size"] < 8
+    changed = config.model_copy(update=tight.changes)
+    assert changed.tokens_per_step % (changed.seq_len * changed.micro_batch_size) == 0
+    assert not fit(config, 1.0).fits(1.0)
+
+
+def test_predict_command(capsys):
+    assert main(["predict", "optimized", "--gpu-memory-gib", "8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["peak_bytes"] == sum(answer["categories"].values())
+    assert answer["peak_phase"] in answer["phases"]
+    assert answer["fits"] is True
+    assert main(["predict", "fp32", "--set", "micro_batch_size=8", "--gpu-memory-gib", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "does NOT fit 4 GiB" in printed and "costs" in printed
+    assert main(["predict", "bf16", "--device", "t4"]) == 1
+    assert "use fp16" in capsys.readouterr().err
+    assert main(["predict", "fp32", "--set", "steps=0"]) == 1
+
+
+def test_config_that_cannot_run_is_the_config_error():
+    with pytest.raises(ConfigError, match="not a multiple"):
+        predict_memory(lab.load_config("fp32", micro_batch_size=8, seq_len=512), "cpu")
+
+
+def test_cards_have_distinct_sizes():
+    assert len({card.memory_gib for card in CARDS.values()}) == len(CARDS)
