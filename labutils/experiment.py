@@ -82,6 +82,8 @@ def float32_model(config: Config) -> nn.Module:
         dropout=config.dropout,
         activation=config.activation,
         use_cache=config.use_cache,
+        pad_vocab=config.pad_vocab,
+        gradient_checkpointing=config.gradient_checkpointing,
     )
 
 
@@ -165,10 +167,11 @@ def _train_and_measure(
     model = build_experiment_model(config, where)
     optimizer = build_optimizer(model, config)
     scaler = precision.grad_scaler(config.precision, where, config.init_scale, config.growth_interval)
+    loss_fn = partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens)
     record = train(
         model,
         stream,
-        models.lm_loss_sum,
+        loss_fn,
         optimizer,
         steps=steps,
         grad_accum_steps=config.grad_accum_steps,
@@ -191,7 +194,7 @@ def _train_and_measure(
             report = memory.measure_step(
                 model,
                 micro_batches,
-                models.lm_loss_sum,
+                loss_fn,
                 optimizer,
                 autocast=partial(precision.autocast, config.precision, where),
                 scaler=scaler,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from labutils.data import IGNORED
 
@@ -44,14 +45,18 @@ def build_model(
     dropout: float = 0.1,
     activation: str = "gelu_new",
     use_cache: bool = False,
+    pad_vocab: bool = False,
+    gradient_checkpointing: str = "none",
 ) -> nn.Module:
     """Return Hugging Face's GPT-2 of the named size, float32, on the CPU, in training mode.
 
     Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch no network;
     positions beyond 1024 are allowed. Pretrained ones raise WeightsUnavailable within seconds if they cannot be had.
+    `gradient_checkpointing="block"` keeps each block's input only and computes the block again in the backward pass.
     """
     GPT2Config, GPT2LMHeadModel = _transformers()
     n_layer, n_head, n_embd, vocab = SIZES[model]
+    vocab = -(-vocab // 64) * 64 if pad_vocab else vocab
     shape = {
         "activation_function": ACTIVATIONS[activation],
         "resid_pdrop": dropout,
@@ -75,6 +80,10 @@ def build_model(
                 **shape,
             )
         )
+    if gradient_checkpointing == "block":
+        # renamed in transformers 5.23; both names take torch.utils.checkpoint's options first
+        enable = getattr(built, "activation_checkpointing_enable", None) or built.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return built.train()  # from_pretrained returns eval(), which drops dropout and checkpointing silently
 
 
@@ -149,15 +158,28 @@ def use_maskless_attention(model: nn.Module) -> None:
     model.config._attn_implementation = "causal_without_mask"
 
 
-def lm_loss_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def lm_loss_sum(model: nn.Module, batch: dict[str, torch.Tensor], chunk_tokens: int = 0) -> torch.Tensor:
     """Return the next-token cross-entropy, *summed* over the targets of a `(B, T)` batch: a float32 scalar.
 
     Labels are shifted here: position t is scored on token t + 1. A sum, not a mean, so that micro-batches of unequal
     lengths can be added and divided once by the total number of targets (transformers pull request 34191).
+    With `chunk_tokens`, at most so many rows of logits exist at a time; they are computed again in the backward pass.
     """
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits  # (B, T, V)
-    targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]  # (B, T); the last position has none
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch.get("attention_mask")}
+    targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()  # (B·T,); the last position has none
+    if not chunk_tokens:
+        return _loss_of_logits(model(**inputs).logits.flatten(0, 1), targets)
+    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)  # (B·T, width)
+
+    def piece(rows: torch.Tensor, some_targets: torch.Tensor) -> torch.Tensor:
+        return _loss_of_logits(model.lm_head(rows), some_targets)
+
+    pieces = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+    return sum(checkpoint(piece, rows, some_targets, use_reentrant=False) for rows, some_targets in pieces)
+
+
+def _loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def count_targets(batch: dict[str, torch.Tensor]) -> int:

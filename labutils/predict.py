@@ -301,7 +301,7 @@ def predict_memory(config: Config, device: str = "a100") -> MemoryLedger:
         start = trace_step(
             model,
             [{"input_ids": ids, "labels": ids} for ids in batches],
-            lambda model, batch: models.lm_loss_sum(model, batch) / n_targets,
+            lambda model, batch: models.lm_loss_sum(model, batch, resolved.loss_chunk_tokens) / n_targets,
             optimizer,
             log,
             autocast=partial(precision.autocast, resolved.precision, cpu),
@@ -391,21 +391,24 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
     Tokens per step stay: a smaller micro-batch accumulates. If nothing fits, the last and smallest try is returned;
     `Fit.fits` tells.
     """
-    free = {
-        "use_cache": (False, "nothing: training never reads the cache"),
-        "activation": ("gelu_tanh", "nothing: the same function, fused"),
-        "optimizer_impl": ("fused", "nothing: the same update, without temporaries"),
-    }
     sixteen = "bf16" if card_named(device).capability >= (8, 0) else "fp16"
-    candidates = [(key, value, cost) for key, (value, cost) in free.items() if getattr(config, key) != value]
+    candidates = [
+        ("use_cache", False, "nothing: training never reads the cache"),
+        ("activation", "gelu_tanh", "nothing: the same function, fused"),
+        ("optimizer_impl", "fused", "nothing: the same update, without temporaries"),
+        ("loss_chunk_tokens", 512, "computing the logits twice"),
+    ]
+    candidates = [(key, value, cost) for key, value, cost in candidates if getattr(config, key) != value]
     if config.precision in ("fp32", "tf32"):
-        candidates.append(
-            ("precision", sixteen, "16-bit rounding of products; faster where section 1 of notebook 01 says so")
-        )
+        candidates.append(("precision", sixteen, "16-bit rounding of products"))
     size = config.micro_batch_size
     while size > 1:
         size = max(n for n in range(1, size) if config.micro_batch_size * config.grad_accum_steps % n == 0)
         candidates.append(("micro_batch_size", size, "smaller, less efficient products; gradients accumulate"))
+    if config.gradient_checkpointing == "none":
+        candidates.append(
+            ("gradient_checkpointing", "block", "each block's forward pass twice: up to a third more FLOPs")
+        )
     found = Fit({}, (), predict_memory(config, device))
     for key, value, cost in candidates:
         if found.fits(budget_gib):

@@ -35,10 +35,13 @@ def calls(monkeypatch, runs):
 
 def test_values_of_the_config_reach_training_and_measurement(calls):
     values = {"init_scale": 512.0, "growth_interval": 7, "max_grad_norm": 0.5, "eval_every": 2, "dropout": 0.25}
-    run("fp16", **values, activation="gelu_tanh", use_cache=True, seed=5, learning_rate=1e-3, lr_schedule="cosine")
-    (model, _, _, optimizer), options = calls["train"]
+    values |= {"loss_chunk_tokens": 10, "gradient_checkpointing": "block"}
+    run("fp16", **values, activation="gelu_tanh", seed=5, learning_rate=1e-3, lr_schedule="cosine")
+    (model, _, loss_fn, optimizer), options = calls["train"]
+    assert loss_fn.keywords == {"chunk_tokens": 10}
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     assert (model.config.resid_pdrop, model.config.attn_pdrop, model.config.embd_pdrop) == (0.25,) * 3
-    assert (model.config.activation_function, model.config.use_cache) == ("gelu_pytorch_tanh", True)
+    assert model.config.activation_function == "gelu_pytorch_tanh"
     assert options["precision_name"] == "fp16"
     assert (options["steps"], options["grad_accum_steps"], options["eval_every"]) == (3, 2, 2)
     assert options["max_grad_norm"] == 0.5

@@ -49,6 +49,44 @@ def test_tanh_gelu_is_the_same_function():
     assert torch.allclose(a, b, atol=1e-5)
 
 
+def gradients(model, loss_fn, batch):
+    model.zero_grad()
+    torch.manual_seed(1)  # the same dropout masks
+    loss = loss_fn(model, batch)
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_chunked_loss_leaves_loss_and_gradients_unchanged(chunk_tokens, name):
+    model = lab.build_model()
+    ids = torch.randint(0, 2048, (2, 16))
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, -100)}
+    with lab.autocast(name, torch.device("cpu")):
+        whole, expected = gradients(model, lab.lm_loss_sum, batch)
+        chunked, found = gradients(model, lambda m, b: lab.lm_loss_sum(m, b, chunk_tokens), batch)
+    # sums in another order; under autocast each chunk's gradient is rounded to 8 bits before they are added
+    assert chunked == pytest.approx(whole, rel=1e-5)
+    assert (found - expected).norm() < (1e-5 if name == "fp32" else 2e-2) * expected.norm()
+
+
+def test_checkpointing_leaves_loss_and_gradients_unchanged():
+    ids = torch.randint(0, 2048, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    results = [
+        gradients(lab.build_model(gradient_checkpointing=kind), lab.lm_loss_sum, batch) for kind in ("none", "block")
+    ]
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])  # the random state of dropout is kept with the checkpoint
+
+
+def test_padded_vocabulary_is_a_multiple_of_64_and_hardly_moves_the_loss():
+    with torch.device("meta"):
+        assert lab.build_model("gpt2", pad_vocab=True).lm_head.out_features == 50304
+    assert lab.build_model(pad_vocab=True).lm_head.out_features == 2048
+
+
 def test_sequences_longer_than_1024_work_with_random_weights():
     model = lab.build_model(seq_len=1100)
     assert model(input_ids=torch.zeros(1, 1100, dtype=torch.long)).logits.shape == (1, 1100, 2048)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def measured(config):
     return memory.measure_step(
         model,
         [batch] * config.grad_accum_steps,
-        models.lm_loss_sum,
+        partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
         optimizer,
         autocast=lambda: precision.autocast(config.precision, CPU),
         max_grad_norm=config.max_grad_norm,
@@ -55,7 +56,18 @@ def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, imple
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dropout": 0.1}, {"activation": "gelu_tanh"}, {"use_cache": True}, {"seq_len": 96}]
+    "changes",
+    [
+        {"dropout": 0.1},
+        {"activation": "gelu_tanh"},
+        {"use_cache": True},
+        {"seq_len": 96},
+        {"loss_chunk_tokens": 50},
+        {"gradient_checkpointing": "block"},
+        {"gradient_checkpointing": "block", "dropout": 0.1, "loss_chunk_tokens": 64, "precision": "bf16"},
+        {"gradient_checkpointing": "block", "precision": "fp16"},
+        {"loss_chunk_tokens": 64, "precision": "pure_bf16"},
+    ],
 )
 def test_prediction_knows_the_switches_of_the_model(changes):
     values = {**TINY, "tokens_per_step": 192, "micro_batch_size": 2} | changes
@@ -66,7 +78,8 @@ def test_prediction_knows_the_switches_of_the_model(changes):
 
 def test_prediction_for_cuda_is_what_independent_traces_found():
     """124M, B4 T1024, BF16 autocast, tanh GELU, no cache, no dropout, fused AdamW: 5333 MiB by a fake-CUDA trace."""
-    config = lab.load_config("optimized", seq_len=1024, micro_batch_size=4, tokens_per_step=4096)
+    values = {"seq_len": 1024, "micro_batch_size": 4, "tokens_per_step": 4096}
+    config = lab.load_config("optimized", **values, pad_vocab=False, loss_chunk_tokens=0)
     assert predict_memory(config, "a100").peak_bytes / 2**20 == pytest.approx(5333, rel=0.001)
 
 
@@ -146,9 +159,10 @@ def test_fit_changes_as_little_as_it_must():
     assert fit(config, needed_gib(as_is) + 0.1).changes == {}
     cheap = fit(config, needed_gib(as_is) - 0.1)
     assert set(cheap.changes) <= {"activation", "optimizer_impl", "use_cache"}
+
     tight = fit(config, 4.0)
     assert tight.fits(4.0)
-    assert tight.changes["micro_batch_size"] < 8
+    assert tight.changes["loss_chunk_tokens"] == 512
     changed = config.model_copy(update=tight.changes)
     assert changed.tokens_per_step % (changed.seq_len * changed.micro_batch_size) == 0
     assert not fit(config, 1.0).fits(1.0)
