@@ -12,7 +12,7 @@ from labutils import experiment, memory, models, precision
 from labutils.cli import main
 from labutils.config import ConfigError
 from labutils.memory import GRADIENTS, OPTIMIZER, PARAMETERS, REST
-from labutils.predict import CARDS, cuda_rules, fit, needed_gib, predict_memory, predict_module
+from labutils.predict import CARDS, CONTEXT_GIB, cuda_rules, fit, needed_gib, predict_memory, predict_module
 from tests.helpers import CPU
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "dropout": 0.0}
@@ -80,7 +80,8 @@ def test_prediction_for_cuda_is_what_independent_traces_found():
     """124M, B4 T1024, BF16 autocast, tanh GELU, no cache, no dropout, fused AdamW: 5333 MiB by a fake-CUDA trace."""
     values = {"seq_len": 1024, "micro_batch_size": 4, "tokens_per_step": 4096}
     config = lab.load_config("optimized", **values, pad_vocab=False, loss_chunk_tokens=0)
-    assert predict_memory(config, "a100").peak_bytes / 2**20 == pytest.approx(5333, rel=0.001)
+    # versions of transformers differ by 0.2 % here (5.0.0: 5345 MiB)
+    assert predict_memory(config, "a100").peak_bytes / 2**20 == pytest.approx(5333, rel=0.003)
 
 
 def test_cuda_rules_are_gone_afterwards():
@@ -154,18 +155,19 @@ def test_nothing_of_the_predicted_size_is_allocated():
 
 
 def test_fit_changes_as_little_as_it_must():
-    config = lab.load_config("fp32", seq_len=512, micro_batch_size=8, tokens_per_step=4096, optimizer_impl="foreach")
-    as_is = predict_memory(config)
-    assert fit(config, needed_gib(as_is) + 0.1).changes == {}
-    cheap = fit(config, needed_gib(as_is) - 0.1)
+    values = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 16, "tokens_per_step": 8192}
+    config = lab.load_config("fp32", **values, optimizer_impl="foreach")
+    asked = needed_gib(predict_memory(config))
+    assert fit(config, asked + 0.01).changes == {}
+    cheap = fit(config, asked - 0.01)
     assert set(cheap.changes) <= {"activation", "optimizer_impl", "use_cache"}
-
-    tight = fit(config, 4.0)
-    assert tight.fits(4.0)
+    budget = CONTEXT_GIB + 0.3 * (asked - CONTEXT_GIB)
+    tight = fit(config, budget)
+    assert tight.fits(budget)
     assert tight.changes["loss_chunk_tokens"] == 512
     changed = config.model_copy(update=tight.changes)
     assert changed.tokens_per_step % (changed.seq_len * changed.micro_batch_size) == 0
-    assert not fit(config, 1.0).fits(1.0)
+    assert not fit(config, CONTEXT_GIB).fits(CONTEXT_GIB)
 
 
 def test_predict_command(capsys):
