@@ -114,20 +114,28 @@ def _predict(options: argparse.Namespace) -> int:
     import pandas as pd
 
     from labutils.precision import PrecisionUnsupported
-    from labutils.predict import CONTEXT_GIB, card_named, fit, needed_gib, predict_memory
+    from labutils.predict import CONTEXT_GIB, card_named, predict_memory
+    from labutils.solver import fit, needed_gib
 
     try:
         ledger = predict_memory(config, options.device)
         budget = options.gpu_memory_gib
         if budget is None and options.device != "cpu":
-            budget = card_named(options.device).memory_gib
+            limit = config.memory_limit_gib
+            budget = limit + CONTEXT_GIB if limit else card_named(options.device).memory_gib
+        fits = budget is None or needed_gib(ledger) <= budget
+        found = None if fits else fit(config, budget, options.device)
     except (PrecisionUnsupported, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
-    fits = budget is None or needed_gib(ledger) <= budget
     if options.json:
         answer = {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase, "categories": ledger.categories}
-        print(json.dumps(answer | {"phases": ledger.phases, "fits": fits, "device": options.device}, indent=1))
+        answer |= {"phases": ledger.phases, "method": ledger.method, "device": options.device, "fits": fits}
+        answer |= {"needed_gib": needed_gib(ledger), "budget_gib": budget}
+        if found:
+            answer["fit"] = {"fits": found.fits(budget), "changes": found.changes, "costs": found.costs}
+            answer["fit"] |= {"time_cost": found.time_cost, "needed_gib": needed_gib(found.ledger)}
+        print(json.dumps(answer, indent=1))
         return 0
     table = pd.DataFrame(ledger.phases) / 2**20
     table.loc["together"] = table.sum()
@@ -137,12 +145,14 @@ def _predict(options: argparse.Namespace) -> int:
         return 0
     asked = f"{needed_gib(ledger):.1f} GiB with a tenth for fragmentation and {CONTEXT_GIB} GiB for the CUDA context"
     print(f"{'fits' if fits else 'does NOT fit'} {budget:g} GiB: it asks for {asked}")
-    if not fits:
-        found = fit(config, budget, options.device)
+    if found:
+        asks = f"{needed_gib(found.ledger):.1f} GiB"
         if found.fits(budget):
-            print(f"fits with {needed_gib(found.ledger):.1f} GiB if you change, cheapest first:")
+            print(
+                f"fits with {asks}, and about {100 * found.time_cost:.0f} % more time a step (predicted), if you change:"
+            )
         else:
-            print(f"no change known so far makes it fit; the smallest asks for {needed_gib(found.ledger):.1f} GiB:")
+            print(f"no change known so far makes it fit; the smallest asks for {asks}:")
         print("\n".join(f"  {cost}" for cost in found.costs))
     return 0
 

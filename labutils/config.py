@@ -22,7 +22,7 @@ MAX_FILE_BYTES = 64 * 1024  # a config is one screen; anything larger is some ot
 
 # Choices of the course that later labs build. Refused as such until they are.
 NOT_BUILT = {
-    *("attention", "compile", "optimizer_in_backward", "memory_limit_gib", "save_every"),
+    *("compile", "optimizer_in_backward", "save_every"),
 }
 
 VALUES_NOT_BUILT = {"gradient_checkpointing": ("every_2", "every_3", "every_4", "selective", "offload")}
@@ -69,9 +69,13 @@ class Config(BaseModel):
     dropout: Annotated[float, Field(ge=0, lt=1)]
     activation: Annotated[Literal["gelu_new", "gelu_tanh"], Field(description="the same function, unfused or fused")]
     use_cache: Annotated[bool, Field(description="keep keys and values, which training never reads")]
+    attention: Annotated[
+        Literal["eager", "math", "efficient", "flash", "auto"], Field(description="kernel; auto is torch's choice")
+    ]
     pad_vocab: Annotated[bool, Field(description="round the vocabulary up to a multiple of 64; random weights only")]
     loss_chunk_tokens: Annotated[CountOrOff, Field(description="tokens whose logits exist at once; 0 = all")]
     gradient_checkpointing: Literal["none", "block"]
+    memory_limit_gib: Annotated[float, Field(ge=0, le=1e6, description="cap of CUDA's allocator; 0 = none")]
     when_cpu: dict[str, Any] = Field(default={}, description="keys that differ where no CUDA GPU is used")
     overrides: dict[str, Any] = Field(default={}, exclude=True)
 
@@ -88,7 +92,8 @@ class Config(BaseModel):
         cpu = self.when_cpu if device_type == "cpu" else {}
         kept = {key: value for key, value in cpu.items() if key not in self.overrides}
         resolved = Config.model_validate(self.model_dump() | kept | {"when_cpu": {}})
-        if problems := list(_contradictions(resolved.__dict__)):
+        problems = [*_contradictions(resolved.__dict__), *_impossible_on(device_type, resolved)]
+        if problems:
             where = "on a CPU" if device_type == "cpu" else "with a GPU"
             raise ConfigError("\n".join(f"{self.name}, {where}: `{key}`: {text}" for key, text in problems))
         return resolved
@@ -133,6 +138,16 @@ def _contradictions(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "pad_vocab", "pretrained weights have GPT-2's vocabulary of 50257; set pad_vocab: false"
     if have("weights", "seq_len") and values["weights"] == "pretrained" and values["seq_len"] > 1024:
         yield "seq_len", f"pretrained GPT-2 knows 1024 positions, not {values['seq_len']}; use weights: random"
+
+
+def _impossible_on(device_type: str, config: Config) -> Iterable[tuple[str, str]]:
+    """Yield (key, message) for what one kind of device never has, whatever its model."""
+    if device_type == "cpu" and config.attention == "efficient":
+        yield "attention", "a CPU has no memory-efficient attention; use auto, math or eager"
+    if device_type == "cpu" and config.attention == "flash" and config.dropout > 0:
+        yield "attention", "a CPU has flash attention without dropout only; use auto, or dropout: 0.0"
+    if device_type == "cuda" and config.attention == "flash" and config.precision in ("fp32", "tf32"):
+        yield "attention", f"flash attention exists in 16 bits only, not for precision {config.precision}; use auto"
 
 
 # ---- YAML with positions --------------------------------------------------------------------------------------------

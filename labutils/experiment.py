@@ -72,8 +72,8 @@ def build_experiment_model(config: Config, where: torch.device) -> nn.Module:
     return model.to(where, dtype=torch.bfloat16 if config.precision == "pure_bf16" else torch.float32)
 
 
-def float32_model(config: Config) -> nn.Module:
-    """Return the config's model, float32, on the CPU, in training mode."""
+def float32_model(config: Config, n_layer: int | None = None) -> nn.Module:
+    """Return the config's model, float32, on the CPU, in training mode; of another depth if `n_layer` says so."""
     return models.build_model(
         config.model,
         seq_len=config.seq_len,
@@ -82,8 +82,10 @@ def float32_model(config: Config) -> nn.Module:
         dropout=config.dropout,
         activation=config.activation,
         use_cache=config.use_cache,
+        attention=config.attention,
         pad_vocab=config.pad_vocab,
         gradient_checkpointing=config.gradient_checkpointing,
+        n_layer=n_layer,
     )
 
 
@@ -120,7 +122,7 @@ def run_experiment(
     empty = RunRecord(
         id="",
         created="",
-        environment={**device.environment(where), "commit": commit()},
+        environment={**_environment(resolved, where), "commit": commit()},
         code=code_version(),
         steps_planned=steps,
         **identity,
@@ -132,7 +134,9 @@ def run_experiment(
     if progress:
         _announce(config, where, steps, resolved.steps, answer.reason)
     try:
-        record = _train_and_measure(resolved, where, steps, stream, held_out, progress)
+        with memory.memory_limit(resolved.memory_limit_gib, where):
+            record = _train_and_measure(resolved, where, steps, stream, held_out, progress)
+        record = record.model_copy(update={"environment": record.environment | _environment(resolved, where)})
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
@@ -152,6 +156,12 @@ def run_experiment(
     if progress:
         print(f"{record.name}: saved {path.name}")
     return record
+
+
+def _environment(config: Config, where: torch.device) -> dict[str, str]:
+    limit = config.memory_limit_gib if where.type == "cuda" else 0
+    emulated = {"memory limit": f"{limit:g} GiB, emulated: of the allocator, without the context"} if limit else {}
+    return device.environment(where) | emulated
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -264,5 +274,7 @@ def _announce(config: Config, where: torch.device, steps: int, planned: int, rea
     """Print each value that does not come from the main part of the file."""
     for line in config.changes(where.type):
         print(f"{config.name}: {line}")
+    if config.memory_limit_gib and where.type != "cuda":
+        print(f"{config.name}: memory_limit_gib is of CUDA's allocator: a CPU run ignores it")
     if steps != planned:
         print(f"{config.name}: steps = {steps} (not {planned}: {reason})")

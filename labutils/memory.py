@@ -16,15 +16,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from labutils import models
 from labutils.records import MemoryLedger
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop messages are not for students
-PARAMETERS, GRADIENTS, OPTIMIZER, REST = "parameters", "gradients", "optimizer state", "activations and temporaries"
-CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, REST)
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+# The other categories say when a tensor was made: in the forward pass, in the loss, after it (or all three).
+ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = "activations", "cast weights", "logits and loss", "temporaries"
+REST = "activations and temporaries"
+BORN_IN = {"forward": ACTIVATIONS, "loss": LOGITS}
+TIMELINE_POINTS = 400
 
 
 def free_memory() -> None:
@@ -36,6 +42,24 @@ def free_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
+    """Inside, CUDA's caching allocator hands out at most `gib` GiB, so that a large card behaves like a small one.
+
+    The CUDA context and other processes are not limited. 0 is no limit; on a CPU nothing is limited.
+    """
+    if not gib or device.type != "cuda":
+        yield
+        return
+    free_memory()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def cuda_memory(device: torch.device) -> dict[str, int]:
@@ -59,6 +83,25 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
 
 
+def when_loss_begins(model: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call back where the forward phase ends: behind the last block of a Hugging Face model (its head makes logits),
+    behind a whole module that has no `base_model`."""
+    return getattr(model, "base_model", model).register_forward_hook(lambda *_: call())
+
+
+def thinned(segments: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> list[tuple[str, list[list[int]]]]:
+    """Return a ledger's timeline from (phase, positions (n,), bytes by category (n, categories)) of each phase.
+
+    Of long phases a few hundred points stay, the peak among them.
+    """
+    timeline = []
+    for phase, at, alive in segments:
+        n = min(len(at), max(4, TIMELINE_POINTS // len(segments)))
+        rows = {*np.linspace(0, len(at) - 1, n).round().astype(int).tolist(), int(alive.sum(axis=1).argmax())}
+        timeline.append((phase, [[round(at[i]), *alive[i].round().astype(int).tolist()] for i in sorted(rows)]))
+    return timeline
+
+
 def measure_step(
     model: nn.Module,
     micro_batches: Sequence[Any],
@@ -72,10 +115,11 @@ def measure_step(
 ) -> MemoryLedger:
     """Run one optimizer step over `micro_batches` as `train` does, and return its peak bytes by phase and category.
 
-    Phases: forward (with the loss), backward, optimizer (with unscaling and clipping). The step really updates the
-    model; never time it: instrumented steps are slow. `loss_fn` returns a sum over `count_targets(micro_batch)`;
-    `micro_batches` are already on the model's device. Raises ValueError if the optimizer makes its state in this very
-    step: the first step has another peak than all others.
+    Phases: forward, loss, backward, optimizer (with unscaling and clipping). The step really updates the model; never
+    time it: instrumented steps are slow. `loss_fn` returns a sum over `count_targets(micro_batch)`; `micro_batches` are
+    already on the model's device. On a CPU every byte has a category, and the ledger a timeline. On CUDA the allocator
+    tells totals: at the peak of backward, what autograd keeps and what is temporary are one category.
+    Raises ValueError if the optimizer makes its state in this very step: the first step has another peak than others.
     """
     device = next(model.parameters()).device
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
@@ -83,19 +127,25 @@ def measure_step(
     parameters = list(model.parameters())
     n_targets, n_states = sum(map(count_targets, micro_batches)), len(optimizer.state)
     recorder = (_CudaPhases if device.type == "cuda" else _CpuPhases)(model, optimizer)
-    with recorder.recording():
-        for micro_batch in micro_batches:
-            with recorder.phase("forward"), autocast():
-                loss = loss_fn(model, micro_batch) / n_targets
-            with recorder.phase("backward"):
+    handle = when_loss_begins(model, lambda: recorder.begin("loss"))
+    try:
+        with recorder.recording():
+            for micro_batch in micro_batches:
+                recorder.begin("forward")
+                with autocast():
+                    loss = loss_fn(model, micro_batch) / n_targets
+                recorder.begin("backward")
                 scaler.scale(loss).backward()
-            del loss
-        with recorder.phase("optimizer"):
+                del loss
+            recorder.begin("optimizer")
             scaler.unscale_(optimizer)
             if max_grad_norm:
                 nn.utils.clip_grad_norm_(parameters, max_grad_norm)
             scaler.step(optimizer)
             scaler.update()
+            recorder.end()
+    finally:
+        handle.remove()
     report = recorder.report()
     optimizer.zero_grad(set_to_none=True)
     if len(optimizer.state) != n_states:
@@ -106,41 +156,59 @@ def measure_step(
 class _CpuPhases:
     """Sums the profiler's allocation events; a gradient is recognised by the address it ended up at."""
 
+    CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES)
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.span = model, optimizer, None
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager:
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as self.profile:
-            yield
+        self.profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+        return self.profile
 
-    def phase(self, name: str) -> AbstractContextManager:
-        return torch.profiler.record_function(f"phase: {name}")
+    def begin(self, phase: str) -> None:
+        self.end()
+        self.span = torch.profiler.record_function(f"phase: {phase}")
+        self.span.__enter__()
+
+    def end(self) -> None:
+        if self.span:
+            self.span.__exit__(None, None, None)
 
     def report(self) -> MemoryLedger:
         gradients = {p.grad.untyped_storage().data_ptr() for p in self.model.parameters() if p.grad is not None}
-        standing = {
-            PARAMETERS: tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
-            OPTIMIZER: tensor_bytes(optimizer_tensors(self.optimizer)),
-        }
+        now = np.zeros(len(self.CATEGORIES), dtype=np.int64)
+        now[self.CATEGORIES.index(PARAMETERS)] = tensor_bytes([*self.model.parameters(), *self.model.buffers()])
+        now[self.CATEGORIES.index(OPTIMIZER)] = tensor_bytes(optimizer_tensors(self.optimizer))
         events = sorted(_trace_events(self.profile), key=lambda event: event["ts"])
-        spans = [(e["ts"], e["ts"] + e["dur"], e["name"][7:]) for e in events if e["name"].startswith("phase: ")]
         allocations = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
-        born = {e["args"]["Addr"]: i for i, e in enumerate(allocations) if e["args"]["Bytes"] > 0}
-        gradient_births = {born[address] for address in gradients if address in born}
-        phases = {name: {**standing, GRADIENTS: 0, REST: 0} for _, _, name in spans}
-        rest = in_gradients = 0
-        for i, event in enumerate(allocations):
-            if i in gradient_births:
-                in_gradients += event["args"]["Bytes"]
-            else:
-                rest += event["args"]["Bytes"]
-            name = next((n for start, end, n in spans if start <= event["ts"] <= end), None)
-            if name and rest + in_gradients > phases[name][REST] + phases[name][GRADIENTS]:
-                phases[name] = {**standing, GRADIENTS: in_gradients, REST: rest}
-        ordered = {phase: {c: found[c] for c in CATEGORIES} for phase, found in phases.items()}
-        return MemoryLedger(phases=ordered, method="CPU allocator events (torch.profiler)")
+        last_born = {e["args"]["Addr"]: i for i, e in enumerate(allocations) if e["args"]["Bytes"] > 0}
+        gradient_births = {last_born[address] for address in gradients if address in last_born}
+        at_address: dict[int, int] = {}  # the category of what lives there
+        rows: list[tuple[str, list[int], list[np.ndarray]]] = []
+        i = 0  # allocations seen
+        for event in events:
+            if event["name"].startswith("phase: "):
+                rows.append((event["name"].removeprefix("phase: "), [], []))
+            elif event["args"]["Device Type"] == 0:
+                address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+                if n_bytes > 0:
+                    born_in = BORN_IN.get(rows[-1][0], TEMPORARIES) if rows else TEMPORARIES
+                    at_address[address] = self.CATEGORIES.index(GRADIENTS if i in gradient_births else born_in)
+                if address in at_address:  # else it was there before, and is in no category
+                    now[at_address[address]] += n_bytes
+                i += 1
+            if rows:
+                rows[-1][1].append(i)
+                rows[-1][2].append(now.copy())
+        segments = [(phase, np.array(at), np.array(alive)) for phase, at, alive in rows]
+        phases: dict[str, dict[str, int]] = {}
+        for phase, _, by_category in segments:
+            peak = by_category[by_category.sum(axis=1).argmax()]
+            if peak.sum() > sum(phases.get(phase, {}).values()):
+                phases[phase] = dict(zip(self.CATEGORIES, peak.tolist(), strict=True))
+        method = "CPU allocator events (torch.profiler)"
+        return MemoryLedger(phases=phases, method=method, timeline=thinned(segments))
 
 
 def _trace_events(profile: torch.profiler.profile) -> list[dict]:
@@ -154,37 +222,58 @@ def _trace_events(profile: torch.profiler.profile) -> list[dict]:
 class _CudaPhases:
     """Reads the allocator's peak after each phase; in backward also whenever a gradient is finished."""
 
+    CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES, REST)
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.phases: dict[str, dict[str, int]] = {}
-        self.current = ""
+        self.segments: list[tuple[str, list, list]] = []
+        self.n_looks = self.activations = 0
         self.others = torch.cuda.memory_allocated() - sum(self._known().values())  # of other code in this process
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self.model.parameters()]
+        hooks = [p.register_post_accumulate_grad_hook(self._look) for p in self.model.parameters()]
+        hooks += [module.register_forward_hook(self._look) for module in self.model.modules()]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        torch.cuda.synchronize()
+    def begin(self, phase: str) -> None:
+        self.end()
+        if phase == "forward":
+            self.activations = 0
+        if phase == "loss":
+            self.activations = torch.cuda.memory_allocated() - self.others - sum(self._known().values())
         torch.cuda.reset_peak_memory_stats()
-        self.current = name
-        yield
-        torch.cuda.synchronize()
-        self._note()
+        self.segments.append((phase, [], []))
+        self._look()
 
-    def _note(self, _: torch.Tensor | None = None) -> None:
-        """Keep the categories if the allocator's peak has grown since the last look."""
-        peak = torch.cuda.max_memory_allocated() - self.others
-        if peak <= sum(self.phases.get(self.current, {}).values()):
-            return
-        found = self._known()
-        self.phases[self.current] = {**found, REST: peak - sum(found.values())}
+    def end(self) -> None:
+        torch.cuda.synchronize()
+        if self.segments:
+            self._look()
+
+    def _look(self, *_: Any) -> None:
+        """Note what is allocated, and keep the categories if the allocator's peak has grown since the last look."""
+        phase, at, alive = self.segments[-1]
+        at.append(self.n_looks)
+        alive.append(list(self._categories(phase, torch.cuda.memory_allocated()).values()))
+        self.n_looks += 1
+        found = self._categories(phase, torch.cuda.max_memory_allocated())
+        if sum(found.values()) > sum(self.phases.get(phase, {}).values()):
+            self.phases[phase] = found
+
+    def _categories(self, phase: str, allocated: int) -> dict[str, int]:
+        found = dict.fromkeys(self.CATEGORIES, 0) | self._known()
+        rest = allocated - self.others - sum(found.values())
+        if phase == "loss":
+            found[ACTIVATIONS] = self.activations
+            rest -= self.activations
+        found[{"forward": ACTIVATIONS, "loss": LOGITS, "backward": REST}.get(phase, TEMPORARIES)] = rest
+        return found
 
     def _known(self) -> dict[str, int]:
         return {
@@ -198,4 +287,5 @@ class _CudaPhases:
             phases=self.phases,
             method="CUDA allocator statistics (max_memory_allocated)",
             reserved_bytes=torch.cuda.max_memory_reserved(),
+            timeline=thinned([(phase, np.array(at), np.array(alive)) for phase, at, alive in self.segments]),
         )

@@ -7,11 +7,13 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from labutils.data import IGNORED
@@ -23,6 +25,11 @@ SIZES = {  # layers, heads, width, vocabulary
     "gpt2-medium": (24, 16, 1024, GPT2_VOCAB),
     "gpt2-large": (36, 20, 1280, GPT2_VOCAB),
     "gpt2-xl": (48, 25, 1600, GPT2_VOCAB),
+}
+SDPA_KERNELS = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
 }
 ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_tanh": "gelu_pytorch_tanh"}
 
@@ -45,17 +52,20 @@ def build_model(
     dropout: float = 0.1,
     activation: str = "gelu_new",
     use_cache: bool = False,
+    attention: str = "auto",
     pad_vocab: bool = False,
     gradient_checkpointing: str = "none",
+    n_layer: int | None = None,
 ) -> nn.Module:
     """Return Hugging Face's GPT-2 of the named size, float32, on the CPU, in training mode.
 
     Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch no network;
     positions beyond 1024 are allowed. Pretrained ones raise WeightsUnavailable within seconds if they cannot be had.
     `gradient_checkpointing="block"` keeps each block's input only and computes the block again in the backward pass.
+    `attention`: see `use_attention`. `n_layer` builds another depth than the named one, with random weights.
     """
     GPT2Config, GPT2LMHeadModel = _transformers()
-    n_layer, n_head, n_embd, vocab = SIZES[model]
+    own_layers, n_head, n_embd, vocab = SIZES[model]
     vocab = -(-vocab // 64) * 64 if pad_vocab else vocab
     shape = {
         "activation_function": ACTIVATIONS[activation],
@@ -70,7 +80,7 @@ def build_model(
     else:
         built = GPT2LMHeadModel(
             GPT2Config(
-                n_layer=n_layer,
+                n_layer=n_layer or own_layers,
                 n_head=n_head,
                 n_embd=n_embd,
                 vocab_size=vocab,
@@ -84,6 +94,7 @@ def build_model(
         # renamed in transformers 5.23; both names take torch.utils.checkpoint's options first
         enable = getattr(built, "activation_checkpointing_enable", None) or built.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    use_attention(built, attention)
     return built.train()  # from_pretrained returns eval(), which drops dropout and checkpointing silently
 
 
@@ -144,18 +155,38 @@ def _settle(future: Future, work: Callable[[], object]) -> None:
         future.set_exception(error)
 
 
-def use_maskless_attention(model: nn.Module) -> None:
-    """Make a GPT-2 attend causally without a mask tensor, as it does on real tensors without padding.
+def use_attention(model: nn.Module, kind: str) -> None:
+    """Choose how a Hugging Face model attends; without padding no causal mask exists as a tensor, but in `eager`.
 
-    On fake tensors transformers believes that it is being exported and builds the mask; a prediction must not count it.
+    `eager` is Hugging Face's own, with (T, T) matrices and mask. The others are torch's scaled_dot_product_attention:
+    by its `math`, memory-`efficient` or `flash` kernel, which raises RuntimeError where that does not exist, or by the
+    one that torch prefers (`auto`). Left to itself, transformers builds the mask as a tensor while it is traced (by
+    torch.compile, or on fake tensors), which rules flash attention out.
     """
     from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register("causal_without_mask", sdpa_attention_forward)
-    AttentionMaskInterface.register("causal_without_mask", lambda *_args, **_options: None)
-    model.config._attn_implementation = "causal_without_mask"
+    def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+        with nullcontext() if kind == "auto" else sdpa_kernel(SDPA_KERNELS[kind]):
+            out = F.scaled_dot_product_attention(
+                query,  # (B, heads, T, width of a head)
+                key,
+                value,
+                attention_mask,
+                dropout_p=dropout,
+                is_causal=attention_mask is None and query.shape[2] > 1,
+                scale=scaling,
+            )
+        return out.transpose(1, 2).contiguous(), None
+
+    def mask(*positions, attention_mask=None, **options):
+        return None if attention_mask is None else sdpa_mask(*positions, attention_mask=attention_mask, **options)
+
+    name = "eager" if kind == "eager" else f"labutils_{kind}"
+    if kind != "eager":
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, mask)
+    model.config._attn_implementation = name
 
 
 def lm_loss_sum(model: nn.Module, batch: dict[str, torch.Tensor], chunk_tokens: int = 0) -> torch.Tensor:

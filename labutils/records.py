@@ -62,6 +62,7 @@ class MemoryLedger(_Part):
     phases: dict[str, dict[str, int]]
     method: str
     reserved_bytes: int | None = None  # CUDA: what the caching allocator holds, more than is allocated
+    timeline: list[tuple[str, list[list[int]]]] = []  # (phase, [[position, bytes by category, …], …]) in order
 
     @property
     def peak_phase(self) -> str:

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 import labutils as lab
-from labutils.memory import CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, REST, cuda_memory, tensor_bytes
+from labutils.memory import (
+    ACTIVATIONS,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+    cuda_memory,
+    tensor_bytes,
+)
 from labutils.precision import autocast, grad_scaler
 from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum
 
@@ -36,13 +45,13 @@ def test_standing_bytes_are_exact():
         assert report.phases[phase][OPTIMIZER] == 2 * weights + 3 * 4  # two moments, and a step counter each
     assert report.phases["optimizer"][GRADIENTS] == weights
     assert report.phases["forward"][GRADIENTS] == 0
-    assert tuple(report.categories) == CATEGORIES
+    assert set(report.categories) == {PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES}
 
 
 def test_forward_peak_is_what_arithmetic_says():
     report = step_report(chain(), [torch.randn(ROWS, WIDTH)])
     outputs = 3 * 4 * ROWS * WIDTH  # each layer's output; the batch itself existed before
-    assert report.phases["forward"][REST] == pytest.approx(outputs, abs=64)
+    assert report.phases["forward"][ACTIVATIONS] == pytest.approx(outputs, abs=64)
 
 
 def test_gradients_stay_alive_between_micro_batches():
@@ -50,7 +59,17 @@ def test_gradients_stay_alive_between_micro_batches():
     one, two = (step_report(chain(), [batch] * n) for n in (1, 2))
     assert two.phases["forward"][GRADIENTS] == 4 * 3 * WIDTH**2
     assert one.phases["forward"][GRADIENTS] == 0
-    assert two.phases["forward"][REST] == pytest.approx(one.phases["forward"][REST], abs=64)
+    assert two.phases["forward"][ACTIVATIONS] == pytest.approx(one.phases["forward"][ACTIVATIONS], abs=64)
+
+
+def test_timeline_reaches_each_phases_peak_in_order():
+    report = step_report(chain(), [torch.randn(ROWS, WIDTH)] * 2)
+    assert [phase for phase, _ in report.timeline] == ["forward", "loss", "backward"] * 2 + ["optimizer"]
+    positions = [point[0] for _, points in report.timeline for point in points]
+    assert positions == sorted(positions)
+    for phase, parts in report.phases.items():
+        totals = [sum(point[1:]) for name, points in report.timeline if name == phase for point in points]
+        assert max(totals) == sum(parts.values())
 
 
 def test_peak_is_the_largest_phase():
@@ -102,7 +121,7 @@ def test_loss_fn_of_another_kind_works():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     report = lab.measure_step(model, regression_batches(2), squared_error_sum, optimizer, count_targets=count_rows)
-    assert list(report.phases) == ["forward", "backward", "optimizer"]
+    assert list(report.phases) == ["forward", "loss", "backward", "optimizer"]
 
 
 def test_measured_fp16_step_is_not_a_skipped_one():
@@ -117,7 +136,9 @@ def test_measured_fp16_step_is_not_a_skipped_one():
     report = lab.measure_step(model, [next(stream)], lab.lm_loss_sum, optimizer, **options)
     assert not torch.equal(model.transformer.wpe.weight, before)
     assert scaler.get_scale() == 2.0**14
-    assert report.phases["optimizer"][REST] > 4e6  # foreach AdamW makes a list of temporaries as large as the weights
+    assert (
+        report.phases["optimizer"][TEMPORARIES] > 4e6
+    )  # foreach AdamW makes a list of temporaries as large as the weights
 
 
 def test_first_step_is_refused():

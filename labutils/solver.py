@@ -1,0 +1,178 @@
+"""Find the cheapest changes with which a training step fits a memory budget, and the largest batch that does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from labutils import models
+from labutils.config import Config
+from labutils.formula import closed_form, n_parameters
+from labutils.predict import CONTEXT_GIB, Sweep, card_named, resolve
+from labutils.records import MemoryLedger
+
+FRAGMENTATION = 1.1  # a tenth more than is allocated: a rule of thumb, the ledger does not model fragmentation
+ROUGHLY = 1.1  # the closed form overstates a peak by less; a test compares
+FREE = {  # change neither results (beyond rounding) nor cost time
+    "use_cache": (False, "training never reads the cache"),
+    "activation": ("gelu_tanh", "the same function, fused"),
+    "optimizer_impl": ("fused", "the same update, without temporaries"),
+}
+CHUNK_TOKENS = 512
+# FLOPs that a card computes while it moves one byte, from the datasheet of the A100 80 GB: TFLOP/s over 2.0 TB/s.
+FLOPS_PER_BYTE = {"fp32": 19.5 / 2.0, "tf32": 156 / 2.0, "fp16": 312 / 2.0, "bf16": 312 / 2.0, "pure_bf16": 312 / 2.0}
+# What each further micro-batch moves, bytes per parameter: its gradient is read, added to what is there and written
+# (12), and the weights are read in the forward and in the backward pass (8).
+BYTES_PER_MICRO_BATCH = 20
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Changes to a config, why each costs what it costs, their share of the step's time, and the ledger with them."""
+
+    changes: dict[str, Any]
+    costs: tuple[str, ...]
+    time_cost: float  # predicted, as a fraction of the unchanged step
+    ledger: MemoryLedger
+
+    def fits(self, budget_gib: float) -> bool:
+        """Whether the peak, the context and a tenth for fragmentation stay within a card's memory."""
+        return needed_gib(self.ledger) <= budget_gib
+
+
+def needed_gib(ledger: MemoryLedger) -> float:
+    """Return the card memory a ledger asks for, in GiB: peak, a tenth more for fragmentation, and the CUDA context."""
+    return FRAGMENTATION * ledger.peak_bytes / 2**30 + CONTEXT_GIB
+
+
+def time_cost(config: Config, changes: dict[str, Any]) -> float:
+    """Return the predicted time that changes add to a step, as a fraction of its FLOPs: what is computed twice, and
+    what further micro-batches move through memory. Smaller products' inefficiency is not in it."""
+    n_layer, _, width, vocab = models.SIZES[config.model]
+    per_token = 6 * n_parameters(config.model, 0) + 12 * n_layer * width * config.seq_len
+    again = 0.0
+    if changes.get("gradient_checkpointing") == "block":
+        again += 24 * n_layer * width**2 + 4 * n_layer * width * config.seq_len
+    if changes.get("loss_chunk_tokens"):
+        again += 2 * vocab * width
+    new = config.model_copy(update=changes)
+    moved = (new.grad_accum_steps - config.grad_accum_steps) * BYTES_PER_MICRO_BATCH * n_parameters(config.model)
+    return (again + moved * FLOPS_PER_BYTE[new.precision] / config.tokens_per_step) / per_token
+
+
+def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
+    """Return the changes that cost least time with which a config's step fits `budget_gib` of card memory.
+
+    Searched: micro-batch size (the tokens per step stay: it accumulates), checkpointing, the loss in chunks, 16-bit
+    precision if the device has it, and what is free. Of equal costs the fewest changes win; pure BF16 comes last, as
+    it changes what is learnt. If nothing fits, the smallest of all is returned; `Fit.fits` tells.
+    Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
+    """
+    resolved = resolve(config, device)
+    sweeps: dict[tuple, Sweep] = {}
+
+    def tried(changes: dict[str, Any]) -> Fit:
+        others = {key: value for key, value in changes.items() if key != "micro_batch_size"}
+        sweep = sweeps.setdefault(tuple(others.items()), Sweep(resolved.model_copy(update=others), device))
+        ledger = sweep.ledger(changes.get("micro_batch_size", resolved.micro_batch_size))
+        return Fit(changes, _costs(resolved, changes), time_cost(resolved, changes), ledger)
+
+    found = tried({})
+    if found.fits(budget_gib):
+        return found
+    candidates = sorted(_candidates(resolved, card_named(device).flash), key=lambda changes: _rank(resolved, changes))
+    smallest: dict[str, Fit] = {}  # with everything that saves memory, by precision
+    for changes in candidates:
+        if needed_gib(closed_form(resolved.model_copy(update=changes))) > ROUGHLY * budget_gib:
+            continue  # not worth a trace
+        name = changes.get("precision", resolved.precision)
+        smallest[name] = smallest.get(name) or tried(_everything(candidates, changes))
+        if smallest[name].fits(budget_gib):
+            found = tried(changes)
+            if found.fits(budget_gib):
+                break
+    else:
+        return min(smallest.values(), default=tried(_everything(candidates, candidates[-1])), key=_peak)
+    for key in list(found.changes):  # what the others have made unnecessary
+        fewer = tried({k: v for k, v in found.changes.items() if k != key})
+        if fewer.fits(budget_gib) and fewer.time_cost <= found.time_cost:
+            found = fewer
+    return found
+
+
+def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
+    """Yield every combination of changes; the free ones are all in each."""
+    free = {key: value for key, (value, _) in FREE.items() if getattr(config, key) != value}
+    sequences = config.micro_batch_size * config.grad_accum_steps
+    sizes = [n for n in range(config.micro_batch_size, 0, -1) if sequences % n == 0]
+    precisions = [config.precision]
+    if config.precision in ("fp32", "tf32"):
+        precisions.append("bf16" if has_bf16 else "fp16")
+    if has_bf16 and config.precision != "pure_bf16":
+        precisions.append("pure_bf16")
+    choices = {
+        "gradient_checkpointing": dict.fromkeys((config.gradient_checkpointing, "block")),
+        "loss_chunk_tokens": dict.fromkeys((config.loss_chunk_tokens, CHUNK_TOKENS)),
+        "precision": precisions,
+        "micro_batch_size": sizes,
+    }
+    for values in itertools.product(*choices.values()):
+        changes = dict(zip(choices, values, strict=True))
+        yield free | {key: value for key, value in changes.items() if getattr(config, key) != value}
+
+
+def _everything(candidates: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any]:
+    """Return the candidate of the same precision that changes most."""
+    same = [c for c in candidates if c.get("precision") == like.get("precision")]
+    return max(same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0)))
+
+
+def _peak(found: Fit) -> int:
+    return found.ledger.peak_bytes
+
+
+def _rank(config: Config, changes: dict[str, Any]) -> tuple:
+    pure = changes.get("precision") == "pure_bf16"
+    return pure, round(time_cost(config, changes), 2), len(changes), -changes.get("micro_batch_size", 0)
+
+
+def _costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
+    """Return a line for each change: what it costs, and why."""
+    lines = []
+    for key, value in changes.items():
+        share = 100 * time_cost(config, {key: value})
+        if key in FREE:
+            reason = f"nothing: {FREE[key][1]}"
+        elif key == "precision":
+            reason = "no time; products are rounded to 16 bits"
+            if value == "pure_bf16":
+                reason = "no time, but weights of 8 significant bits lose small updates: compare the losses"
+        elif key == "micro_batch_size":
+            steps = config.model_copy(update=changes).grad_accum_steps
+            reason = f"about {share:.0f} % of the step: {steps} micro-batches, not {config.grad_accum_steps}"
+        else:
+            what = {"gradient_checkpointing": "each block's forward pass", "loss_chunk_tokens": "the logits"}[key]
+            reason = f"about {share:.0f} % of the step: {what} twice"
+        lines.append(f"{key} {value}: costs {reason}")
+    return tuple(lines)
+
+
+def largest_micro_batch(config: Config, budget_gib: float, device: str = "a100", limit: int = 4096) -> int:
+    """Return how many sequences (at most `limit`) fit in a step of one micro-batch; 0 if not even one does."""
+    resolved = resolve(config, device)
+    alone = {"micro_batch_size": 1, "tokens_per_step": resolved.seq_len}
+    sweep = Sweep(resolved.model_copy(update=alone), device)
+
+    def fits(size: int) -> bool:
+        return needed_gib(sweep.ledger(size)) <= budget_gib
+
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import labutils as lab
+from labutils.formula import MODEL_PARAMETERS, closed_form, n_parameters, static_gib
+from labutils.models import SIZES
+from labutils.predict import predict_memory
+from labutils.solver import ROUGHLY
+
+
+@pytest.mark.parametrize("model", SIZES)
+def test_parameters_are_counted_from_the_shape(model):
+    config = lab.load_config("fp32", model=model)
+    assert closed_form(config).phases["forward"]["parameters"] == pytest.approx(
+        predict_memory(config).phases["forward"]["parameters"], rel=1e-4
+    )
+
+
+def test_published_sizes():
+    for name, model in (("GPT-2 124M", "gpt2"), ("GPT-2 355M", "gpt2-medium"), ("GPT-2 1.5B", "gpt2-xl")):
+        assert n_parameters(model) == MODEL_PARAMETERS[name]
+
+
+@pytest.mark.parametrize(("batch", "seq_len"), [(1, 128), (4, 512), (16, 1024)])
+def test_closed_form_is_roughly_the_ledger(batch, seq_len):
+    """Within an eighth, and never so far above it that the solver would discard what fits."""
+    shape = {"seq_len": seq_len, "micro_batch_size": batch, "tokens_per_step": batch * seq_len}
+    for name, block, chunk in itertools.product(("fp32", "bf16", "pure_bf16"), ("none", "block"), (0, 512)):
+        config = lab.load_config("fp32", precision=name, gradient_checkpointing=block, loss_chunk_tokens=chunk, **shape)
+        ratio = closed_form(config).peak_bytes / predict_memory(config).peak_bytes
+        assert 0.875 < ratio < ROUGHLY, (name, block, chunk, ratio)
+
+
+def test_what_the_saying_gets_wrong():
+    """Exhibits of the kind "a 7B model trains in 12 GB": weights, gradients and Adam alone say otherwise."""
+    assert static_gib(MODEL_PARAMETERS["7B"], "FP32 or autocast, AdamW") > 100
+    assert static_gib(1e9, "FP32 or autocast, AdamW") > 8
+    assert static_gib(MODEL_PARAMETERS["GPT-2 1.5B"], "FP32 or autocast, AdamW") > 16
+    assert static_gib(MODEL_PARAMETERS["70B"], "QLoRA: frozen 4-bit weights alone") * 2**30 / 1e9 == pytest.approx(
+        35.6, abs=0.1
+    )

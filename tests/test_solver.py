@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+import labutils as lab
+from labutils.predict import CONTEXT_GIB, predict_memory
+from labutils.solver import fit, largest_micro_batch, needed_gib, time_cost
+
+SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 16, "tokens_per_step": 8192}
+
+
+def test_nothing_is_changed_where_the_config_fits():
+    config = lab.load_config("fp32", **SMALL)
+    asked = needed_gib(predict_memory(config))
+    assert fit(config, asked + 0.001).changes == {}
+
+
+def test_free_changes_come_before_those_that_cost():
+    config = lab.load_config("fp32", **SMALL, optimizer_impl="foreach")
+    found = fit(config, needed_gib(predict_memory(config)) - 0.001)
+    assert found.changes and set(found.changes) <= {"activation", "optimizer_impl", "use_cache"}
+    assert found.time_cost == 0
+    assert all("nothing" in cost for cost in found.costs)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.3, 0.15])
+def test_what_is_proposed_fits_and_keeps_the_tokens_per_step(share):
+    config = lab.load_config("fp32", **SMALL)
+    budget = CONTEXT_GIB + share * (needed_gib(predict_memory(config)) - CONTEXT_GIB)
+    found = fit(config, budget)
+    assert found.fits(budget)
+    changed = config.model_copy(update=found.changes)
+    assert changed.tokens_per_step == config.tokens_per_step
+    assert changed.tokens_per_step % (changed.seq_len * changed.micro_batch_size) == 0
+    assert predict_memory(changed).phases == found.ledger.phases
+    for key in found.changes:  # none of them is superfluous
+        fewer = changed.model_copy(update={key: getattr(config, key)})
+        assert needed_gib(predict_memory(fewer)) > budget, key
+
+
+def test_where_nothing_fits_the_smallest_need_is_told():
+    config = lab.load_config("fp32", **SMALL)
+    found = fit(config, CONTEXT_GIB)
+    assert not found.fits(CONTEXT_GIB)
+    assert {"gradient_checkpointing", "loss_chunk_tokens", "precision", "micro_batch_size"} <= set(found.changes)
+    assert fit(config, needed_gib(found.ledger)).fits(needed_gib(found.ledger))
+
+
+def test_nothing_is_proposed_that_the_device_lacks():
+    found = fit(lab.load_config("fp32", **SMALL), CONTEXT_GIB, "t4")
+    assert found.changes["precision"] == "fp16"
+
+
+def test_recomputation_costs_a_third_of_the_flops_at_most():
+    config = lab.load_config("fp32", model="gpt2-xl", seq_len=1024)
+    assert 0.3 < time_cost(config, {"gradient_checkpointing": "block"}) < 1 / 3
+    assert time_cost(config, {"loss_chunk_tokens": 512}) < 0.03
+    assert time_cost(config, {"micro_batch_size": 1}) > time_cost(config, {"micro_batch_size": 2}) > 0
+
+
+def test_largest_micro_batch_fits_and_one_more_does_not():
+    config = lab.load_config("bf16", model="gpt2-nano", seq_len=256)
+    budget = CONTEXT_GIB + 0.5
+    size = largest_micro_batch(config, budget)
+
+    def asked(n: int) -> float:
+        alone = lab.load_config("bf16", model="gpt2-nano", seq_len=256, micro_batch_size=n, tokens_per_step=256 * n)
+        return needed_gib(predict_memory(alone))
+
+    assert asked(size) <= budget < asked(size + 1)
+    assert largest_micro_batch(config, CONTEXT_GIB) == 0
+    assert largest_micro_batch(config, 80, limit=8) == 8
