@@ -148,9 +148,8 @@ def _predict(options: argparse.Namespace) -> int:
     if found:
         asks = f"{needed_gib(found.ledger):.1f} GiB"
         if found.fits(budget):
-            print(
-                f"fits with {asks}, and about {100 * found.time_cost:.0f} % more time a step (predicted), if you change:"
-            )
+            more = f"about {100 * found.time_cost:.0f} % more time a step (predicted)"
+            print(f"fits with {asks} and {more} if you change:")
         else:
             print(f"no change known so far makes it fit; the smallest asks for {asks}:")
         print("\n".join(f"  {cost}" for cost in found.costs))

@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 
 from labutils.numerics import FORMATS, FP16, FloatFormat
-from labutils.records import MIB, RunRecord, grouped
+from labutils.records import MIB, MemoryLedger, RunRecord, grouped
 
 # Okabe and Ito's palette: told apart by colour-blind readers; markers and line styles differ as well.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -170,6 +170,31 @@ def stacked_memory(peaks: Mapping[str, Mapping[str, float]], ax: Axes | None = N
     ax.set_xlabel("bytes allocated at the peak, MiB")
     handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
     ax.legend(handles.values(), handles, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3, frameon=False)
+    return ax
+
+
+def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
+    """Draw what is alive in one step from left to right, stacked by category; phases are named, the peak is marked."""
+    ax = _axis(ax, 9, 3.4)
+    points = np.array([point for _, segment in ledger.timeline for point in segment], dtype=float)
+    at, by_category = points[:, 0] - points[0, 0], points[:, 1:].T / MIB
+    shown = [(name, row) for name, row in zip(ledger.categories, by_category, strict=True) if row.any()]
+    layers = ax.stackplot(at, [row for _, row in shown], labels=[name for name, _ in shown])
+    for layer, (name, _) in zip(layers, shown, strict=True):
+        color, hatch = CATEGORY_LOOKS[name]
+        layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
+    totals = by_category.sum(axis=0)
+    top = totals.max()
+    ax.plot(at[totals.argmax()], top, "v", color=BLACK, ms=8)
+    ax.annotate(f"{top:,.1f} MiB", (at[totals.argmax()], top), xytext=(6, 4), textcoords="offset points")
+    for phase, segment in ledger.timeline:
+        start, end = (segment[i][0] - points[0, 0] for i in (0, -1))
+        ax.axvline(start, color=BLACK, lw=0.8, ls=":")
+        if end - start > 0.03 * at[-1]:
+            ax.text((start + end) / 2, 1.14 * top, phase, ha="center", va="center", fontsize=9)
+    ax.set(xlim=(0, at[-1]), ylim=(0, 1.22 * top), xticks=[], ylabel="MiB allocated")
+    ax.set_xlabel(f"one step, allocation by allocation: {ledger.method}")
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 

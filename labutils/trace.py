@@ -7,6 +7,7 @@ CUDA context, library workspaces, fragmentation.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -120,7 +121,11 @@ class Trace:
             peak = segment.alive[segment.alive.sum(axis=1).argmax()]
             if peak.sum() > sum(phases.get(segment.phase, {}).values()):
                 phases[segment.phase] = dict(zip(CATEGORIES, peak.round().astype(int).tolist(), strict=True))
-        parts = [(s.phase, s.at, s.alive) for s in self.segments]
+        parts = []
+        for phase, group in itertools.groupby(self.segments, key=lambda segment: segment.phase):
+            together = list(group)
+            at, alive = (np.concatenate([getattr(s, name) for s in together]) for name in ("at", "alive"))
+            parts.append((phase, at, alive))
         return MemoryLedger(phases=phases, method=method, timeline=thinned(parts))
 
 
@@ -211,7 +216,7 @@ class StorageLog(TorchDispatchMode):
         self.tick += 1
         self.operations.append(str(operation))
         category = BORN_IN.get(self.phase, TEMPORARIES)
-        if category == ACTIVATIONS and operation is aten._to_copy.default and self._is_parameter(args[0]):
+        if self.phase in BORN_IN and operation is aten._to_copy.default and self._is_parameter(args[0]):
             category = CAST_WEIGHTS
         for tensor in tensors:
             self._see(tensor, category)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import precision
+from labutils import experiment, precision
 from labutils.memory import cuda_memory, tensor_bytes
-from labutils.records import load_record
+from labutils.predict import card_named
+from labutils.records import load_record, runs_dir
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -69,9 +70,73 @@ def test_measured_categories_are_exact_on_cuda():
     weights = tensor_bytes(list(model.parameters()))
     assert report.phases["optimizer"]["gradients"] == weights
     assert report.phases["optimizer"]["optimizer state"] >= 2 * weights
-    assert list(report.phases) == ["forward", "backward", "optimizer"]
+    assert list(report.phases) == ["forward", "loss", "backward", "optimizer"]
     assert all(n >= 0 for phase in report.phases.values() for n in phase.values())
     assert report.peak_bytes + before >= torch.cuda.memory_allocated()
+
+
+LEDGER_SHAPES = [
+    *(
+        (model, name, block, *shape)
+        for model, name, block in (
+            ("gpt2", "fp32", "none"),
+            ("gpt2", "bf16", "none"),
+            ("gpt2", "fp16", "none"),
+            ("gpt2", "bf16", "block"),
+        )
+        for shape in ((1, 128), (4, 128), (4, 512), (4, 1024), (16, 1024))
+    ),
+    *(
+        ("gpt2-medium", name, block, *shape)
+        for name, block in (("fp32", "none"), ("bf16", "none"), ("bf16", "block"))
+        for shape in ((1, 128), (2, 1024), (4, 1024))
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "block", "batch", "seq_len"), LEDGER_SHAPES)
+def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
+    """Within 5 % of `max_memory_allocated`; the row goes to `runs/ledger.csv`, the source of the reference table."""
+    if not lab.support(name, CUDA).ok:
+        pytest.skip(lab.support(name, CUDA).reason)
+    shape = {"seq_len": seq_len, "micro_batch_size": batch, "tokens_per_step": batch * seq_len}
+    config = lab.load_config("fp32", model=model, precision=name, gradient_checkpointing=block, **shape)
+    predicted = lab.predict_memory(config, "this")
+    if lab.needed_gib(predicted) > card_named("this").memory_gib:
+        pytest.skip("this card is too small for it")
+    lab.free_memory()
+    built = experiment.build_experiment_model(config, CUDA)
+    optimizer = experiment.build_optimizer(built, config)
+    for parameter in built.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    ids = torch.zeros((batch, seq_len), dtype=torch.int64, device=CUDA)
+    scaler = precision.grad_scaler(name, CUDA)
+    with precision.tf32(False):
+        measured = lab.measure_step(
+            built,
+            [{"input_ids": ids, "labels": ids}],
+            lab.lm_loss_sum,
+            optimizer,
+            autocast=lambda: precision.autocast(name, CUDA),
+            scaler=scaler,
+            max_grad_norm=config.max_grad_norm,
+        )
+    ratio = predicted.peak_bytes / measured.peak_bytes
+    row = [model, name, block, batch, seq_len, predicted.peak_bytes, measured.peak_bytes, predicted.peak_phase]
+    with (runs_dir().parent / "ledger.csv").open("a") as file:
+        print(*row, measured.peak_phase, torch.cuda.get_device_name(), torch.__version__, sep=",", file=file)
+    assert ratio == pytest.approx(1, abs=0.05)
+    ours = {phase: sum(parts.values()) for phase, parts in predicted.phases.items()}
+    assert ours[measured.peak_phase] == pytest.approx(predicted.peak_bytes, rel=0.01)  # the same phase, or a tie
+
+
+def test_memory_limit_makes_a_large_card_small(runs):
+    config = lab.load_config("fp32", steps=2, lr_warmup_steps=0, memory_limit_gib=1.0)
+    record = lab.run_experiment(config, where=CUDA, progress=False)
+    assert record.outcome == "out_of_memory"  # 124M parameters alone ask for 1.9 GiB
+    assert "emulated" in record.environment["memory limit"]
+    torch.empty(2**31, dtype=torch.uint8, device=CUDA)  # the limit is gone
 
 
 def test_free_memory_resets_the_peak_after_the_garbage_is_gone():

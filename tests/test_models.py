@@ -81,6 +81,53 @@ def test_checkpointing_leaves_loss_and_gradients_unchanged():
     assert torch.equal(results[0][1], results[1][1])  # the random state of dropout is kept with the checkpoint
 
 
+SWITCHES = [
+    *({"attention": kind} for kind in ("eager", "math", "flash", "auto")),
+    {"activation": "gelu_tanh"},
+    {"use_cache": True},
+    {"gradient_checkpointing": "block"},
+    {"attention": "math", "activation": "gelu_tanh", "gradient_checkpointing": "block"},
+]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, heads, width, vocab = SIZES["gpt2-nano"]
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_head=heads, n_embd=width, vocab_size=vocab, **off)).train()
+    ours = lab.build_model(dropout=0.0, **switches)
+    ours.load_state_dict(plain.state_dict())
+    batch = {"input_ids": torch.randint(1, vocab, (3, 40), generator=torch.Generator().manual_seed(1))}
+    batch["labels"] = batch["input_ids"].clone()
+    if padded:
+        batch["attention_mask"] = (torch.arange(40) < torch.tensor([[40], [25], [7]])).long()
+        batch["labels"][batch["attention_mask"] == 0] = -100
+    plain(**batch).loss.backward()
+    loss = lab.lm_loss_sum(ours, batch) / lab.count_targets(batch)
+    loss.backward()
+    with torch.no_grad():
+        assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=2e-6)  # float32 sums in another order
+
+
+def test_attention_kinds_are_really_different_kernels():
+    """The switch is not a name only: eager keeps (T, T) matrices for backward, flash none."""
+
+    def largest_kept(kind: str) -> int:
+        model, kept = lab.build_model(dropout=0.0, attention=kind), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape[-2:])) or t, lambda t: t):
+            model.base_model(torch.zeros(1, 48, dtype=torch.int64))
+        return (48, 48) in kept
+
+    assert largest_kept("eager") and largest_kept("math")
+    assert not largest_kept("flash")
+
+
 def test_padded_vocabulary_is_a_multiple_of_64_and_hardly_moves_the_loss():
     with torch.device("meta"):
         assert lab.build_model("gpt2", pad_vocab=True).lm_head.out_features == 50304

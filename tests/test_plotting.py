@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import labutils as lab
 from labutils import plotting
 from labutils.records import MemoryLedger, Series
 from tests.test_records import record
@@ -76,4 +77,16 @@ def test_four_panels_has_four():
 def test_unsupported_runs_are_left_out_of_figures():
     ax = plotting.throughput([*runs(), record("tf32", outcome="unsupported", timing=None)])
     assert "tf32" not in [t.get_text() for t in ax.get_yticklabels()]
+    plt.close("all")
+
+
+def test_timeline_shows_every_phase_and_marks_the_peak():
+    ledger = lab.predict_memory(lab.load_config("fp32", model="gpt2-nano", seq_len=32), "cpu")
+    ax = plotting.timeline(ledger)
+    words = [text.get_text() for text in ax.texts]
+    assert {"forward", "backward"} <= set(words)
+    assert f"{ledger.peak_bytes / 2**20:,.1f} MiB" in words
+    assert max(path.vertices[:, 1].max() for c in ax.collections for path in c.get_paths()) == pytest.approx(
+        ledger.peak_bytes / 2**20
+    )
     plt.close("all")
