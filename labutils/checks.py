@@ -305,6 +305,8 @@ def _amp_window_problem(step: AmpWindow) -> str | None:
     wrong = _wrong_gradients(before, window, len(window))
     if moved.norm() > 0.3 * scale * wrong[""].norm():
         return "the step is about as many times too long as the loss scale is large: is the scale ever taken out?"
+    if moved.norm() < 10 / scale * wrong[""].norm():
+        return "the step is far too short: was the scale taken out more than once?"
     verdict = _nearest(moved, wrong, tolerance)
     if verdict != "":
         return verdict or "the step is not that of the mean over all rows of the window."
