@@ -26,6 +26,26 @@ HINTS = {
         "The norm that clipping compares with max_grad_norm must be that of the true gradients.",
         "What must happen to gradients before the next backward pass adds to them?",
     ),
+    "amp_window": (
+        "Sort the calls in two groups: for every micro-batch, and once, when all micro-batches have passed.",
+        "A sum of squared errors can be divided by any number you like. Which number gives the mean over all rows?",
+        "unscale_ divides all that is in .grad. What is there after the second micro-batch, if the first was unscaled?",
+    ),
+    "accumulation_epoch": (
+        "Write down after which micro-batches the optimizer steps, for 7 micro-batches and windows of 3.",
+        "Each row of a window must get the same weight. How many rows are there, and when do you know it?",
+        "Collect a window first, whatever its length, then go through it. The loss to report is that of the window.",
+    ),
+    "floor_gib": (
+        "Accumulation shrinks what grows with the batch. List what does not.",
+        "Section 3 shows the categories at the peak. Which of them are alive between two micro-batches?",
+        "Bytes per parameter, times parameters, and a GiB is 2³⁰ bytes.",
+    ),
+    "beta2": (
+        "What is remembered of a squared gradient after k steps is the decay rate to the power of k.",
+        "After how many steps is half of it left? How many tokens are that before, and how many after the change?",
+        "One step with the larger batch must forget as much as the steps it replaces did together.",
+    ),
 }
 
 
@@ -190,3 +210,256 @@ def _fresh_step(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor, rate: f
     model = _toy(1.0, 1.0)[0]
     nn.utils.vector_to_parameters(weights, model.parameters())
     return -rate * _gradient(model, x, y)
+
+
+# ---- notebook 02: windows of micro-batches (x, y) with unequal numbers of rows, mean squared error over all rows
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+AmpWindow = Callable[[nn.Module, list[Rows], torch.optim.Optimizer, torch.amp.GradScaler, float], object]
+Epoch = Callable[[nn.Module, list[Rows], torch.optim.Optimizer, int, float], object]
+WINDOW_ROWS = (2, 12, 1, 6, 9, 4, 3)  # unequal, so that a mean of means differs from the mean
+
+
+def _rows(sizes: Sequence[int]) -> list[Rows]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 1, generator=generator)) for n in sizes]
+
+
+def _wrong_gradients(weights: torch.Tensor, window: list[Rows], grad_accum_steps: int) -> dict[str, torch.Tensor]:
+    """Return {"": the gradient of the mean over all rows of a window, misconception: the gradient it gives}."""
+    model = _toy(1.0, 1.0)[0]
+    nn.utils.vector_to_parameters(weights, model.parameters())
+    sums = [_gradient(model, x, y) * len(y) for x, y in window]
+    rows = [len(y) for _, y in window]
+    means = [g / n for g, n in zip(sums, rows, strict=True)]
+    share = f"(rows per micro-batch: {rows})"
+    return {
+        "": sum(sums) / sum(rows),
+        "the micro-batches' means were added: the gradient grows with their number.": sum(means),
+        f"a mean of means: a row in a small micro-batch weighs more than one in a large {share}.": sum(means)
+        / len(means),
+        "a shorter last window was divided as if it were full.": sum(means) / grad_accum_steps,
+        "sums were added and never divided.": sum(sums),
+        "only the last micro-batch arrived: what the others left in .grad was shrunk or cleared.": sums[-1] / sum(rows),
+        "only the last micro-batch arrived, with its own mean.": means[-1],
+    }
+
+
+def _nearest(moved: torch.Tensor, candidates: dict[str, torch.Tensor], tolerance: float) -> str | None:
+    """Return the key of the candidate that `moved` equals up to a relative tolerance; None if there is none."""
+    apart = {text: ((moved - vector).norm() / vector.norm()).item() for text, vector in candidates.items()}
+    text = min(apart, key=apart.get)
+    return text if apart[text] < tolerance else None
+
+
+def _clipped(gradient: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return gradient * min(1.0, max_norm / gradient.norm().item())
+
+
+def _clipped_each_time(weights: torch.Tensor, window: list[Rows], max_norm: float) -> torch.Tensor:
+    model = _toy(1.0, 1.0)[0]
+    nn.utils.vector_to_parameters(weights, model.parameters())
+    total, n_rows = torch.zeros_like(weights), sum(len(y) for _, y in window)
+    for x, y in window:
+        total = _clipped(total + _gradient(model, x, y) * len(y) / n_rows, max_norm)
+    return total
+
+
+class _Watch:
+    """Notes the weights before and after each optimizer step, and how many rows the model had seen by then."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.steps: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self.dtypes: list[torch.dtype] = []
+        self.rows = 0
+        model[0].register_forward_hook(self._forward)
+        optimizer.register_step_pre_hook(lambda *_: self.steps.append((_flat(model), _flat(model), self.rows)))
+        optimizer.register_step_post_hook(lambda *_: self.steps.append((self.steps.pop()[0], _flat(model), self.rows)))
+
+    def _forward(self, _module: nn.Module, inputs: tuple, out: torch.Tensor) -> None:
+        self.rows += len(inputs[0])
+        self.dtypes.append(out.dtype)
+
+
+def amp_window(step: AmpWindow | None) -> None:
+    """Check `step(model, micro_batches, optimizer, scaler, max_grad_norm)`: one FP16 optimizer step over a window.
+
+    `micro_batches` is a list of (x, y) with unequal numbers of rows; the loss is the mean squared error over all rows.
+    It is run on a small network on the CPU: without clipping, with it, with an overflow, and repeatedly.
+    """
+    _report(step, lambda: _amp_window_problem(step))
+
+
+def _amp_window_problem(step: AmpWindow) -> str | None:
+    rate, scale, tolerance, window = 1.0, 256.0, 0.03, _rows(WINDOW_ROWS[:4])  # FP16 products: some 0.001 off
+    model, _, _, optimizer, scaler = _toy(rate, scale)
+    watch, before = _Watch(model, optimizer), _flat(model)
+    step(model, window, optimizer, scaler, 1e9)
+    if not watch.rows:
+        return "the function never called the model."
+    if watch.dtypes[0] != torch.float16:
+        return f"the first layer gave {watch.dtypes[0]}: is autocast on, and for which dtype?"
+    if len(watch.steps) != 1:
+        return f"the optimizer stepped {len(watch.steps)} times for one window."
+    moved = before - _flat(model)
+    wrong = _wrong_gradients(before, window, len(window))
+    if moved.norm() > 0.3 * scale * wrong[""].norm():
+        return "the step is about as many times too long as the loss scale is large: is the scale ever taken out?"
+    if moved.norm() < 10 / scale * wrong[""].norm():
+        return "the step is far too short: was the scale taken out more than once?"
+    verdict = _nearest(moved, wrong, tolerance)
+    if verdict != "":
+        return verdict or "the step is not that of the mean over all rows of the window."
+    limit = 0.3 * wrong[""].norm().item()
+    model, _, _, optimizer, scaler = _toy(rate, scale)
+    step(model, window, optimizer, scaler, limit)
+    moved = before - _flat(model)
+    if moved.norm() < 0.1 * limit:
+        return "with clipping the step is far too short: were scaled gradients compared with max_grad_norm?"
+    if moved.norm() > 1.1 * limit:
+        return "the step is longer than max_grad_norm allows: are the gradients of the whole window clipped?"
+    if _nearest(moved, {"": _clipped(wrong[""], limit)}, tolerance) is None:
+        return "clipped, but in another direction than the window's gradient: were parts of it clipped?"
+    model, _, _, optimizer, scaler = _toy(rate, scale)
+    huge = [(x, y * 1e6) if i == 1 else (x, y) for i, (x, y) in enumerate(window)]
+    step(model, huge, optimizer, scaler, 1e9)
+    if not torch.equal(_flat(model), before):
+        return "one micro-batch overflowed, and the weights changed. The whole window must be skipped, by the scaler."
+    if scaler.get_scale() != scale / 2:
+        return f"after an overflow in one window the scale went from {scale:g} to {scaler.get_scale():g}: updated once?"
+    model, _, _, optimizer, scaler = _toy(rate, 1.0)
+    step(model, window, optimizer, scaler, 1e9)
+    middle = _flat(model)
+    step(model, window, optimizer, scaler, 1e9)
+    if _nearest(middle - _flat(model), {"": _wrong_gradients(middle, window, 4)[""]}, 0.1) is None:
+        return "the second window also contains the first one's gradients: they were never cleared."
+    return None
+
+
+def accumulation_epoch(epoch: Epoch | None) -> None:
+    """Check `epoch(model, batches, optimizer, grad_accum_steps, max_grad_norm)`, which returns one loss per step.
+
+    `batches` is a list of (x, y) with unequal numbers of rows; each optimizer step is that of the mean squared error
+    over all rows of its window, and so is the loss. It is run on 7 micro-batches in windows of 3, also with clipping.
+    """
+    _report(epoch, lambda: _epoch_problem(epoch))
+
+
+def _epoch_problem(epoch: Epoch) -> str | None:
+    rate, accumulate, batches = 0.1, 3, _rows(WINDOW_ROWS)
+    windows = [batches[start : start + accumulate] for start in range(0, len(batches), accumulate)]
+    model, _, _, optimizer, _ = _toy(rate, 1.0)
+    watch = _Watch(model, optimizer)
+    losses = epoch(model, batches, optimizer, accumulate, 1e9)
+    rows_at = [sum(WINDOW_ROWS[:n]) for n in (3, 6, 7)]
+    seen = [rows for _, _, rows in watch.steps]
+    if problem := _windows_problem(seen, rows_at, accumulate):
+        return problem
+    for i, ((before, after, _), window) in enumerate(zip(watch.steps, windows, strict=True)):
+        verdict = _nearest((before - after) / rate, _wrong_gradients(before, window, accumulate), 1e-3)
+        if verdict != "":
+            if i:
+                verdict = verdict or "it also contains gradients of an earlier window: were they cleared?"
+            return f"optimizer step {i + 1}: {verdict or 'not the gradient of the mean over all rows.'}"
+    if problem := _losses_problem(losses, watch.steps, windows):
+        return problem
+    model, _, _, optimizer, _ = _toy(rate, 1.0)
+    watch = _Watch(model, optimizer)
+    true = _wrong_gradients(_flat(model), windows[0], accumulate)[""]
+    limit = 0.3 * true.norm().item()
+    epoch(model, batches, optimizer, accumulate, limit)
+    before, after, _ = watch.steps[0]
+    ways = {
+        "": _clipped(true, limit),
+        "the gradients are not clipped.": true,
+        "clipped after every micro-batch: parts of the window are cut before they are added.": _clipped_each_time(
+            before, windows[0], limit
+        ),
+    }
+    verdict = _nearest((before - after) / rate, ways, 1e-3)
+    return "with clipping the step is not that of the clipped window." if verdict is None else verdict or None
+
+
+def _windows_problem(seen: list[int], expected: list[int], accumulate: int) -> str | None:
+    """Compare the rows seen at each optimizer step with those at the windows' ends."""
+    if seen == expected:
+        return None
+    if not seen:
+        return "the optimizer never stepped."
+    if len(seen) > len(expected):
+        return f"the optimizer stepped {len(seen)} times; {len(expected)} windows are there."
+    if seen[0] == WINDOW_ROWS[0]:
+        return f"the first step came after one micro-batch, not after {accumulate}: counting starts at 0."
+    if seen == expected[:-1]:
+        return "the last, shorter window never reached the weights. Its gradients would leak into the next epoch."
+    return "the optimizer steps at the wrong micro-batches."
+
+
+def _losses_problem(losses: object, steps: list[tuple], windows: list[list[Rows]]) -> str | None:
+    """Compare the reported losses with each window's mean over rows, at the weights before its step."""
+    if not isinstance(losses, (list, tuple)) or len(losses) != len(windows):
+        return f"return a list with one loss per optimizer step: {len(windows)} of them."
+    model, right, last = _toy(1.0, 1.0)[0], [], []
+    for (before, _, _), window in zip(steps, windows, strict=True):
+        nn.utils.vector_to_parameters(before, model.parameters())
+        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
+        right.append(nn.functional.mse_loss(model(x), y).item())
+        last.append(nn.functional.mse_loss(model(window[-1][0]), window[-1][1]).item())
+    given = torch.tensor([float(loss) for loss in losses])
+    if torch.allclose(given, torch.tensor(right), rtol=1e-3):
+        return None
+    if torch.allclose(given, torch.tensor(last), rtol=1e-3):
+        return "the steps are right; the losses are those of each window's last micro-batch only."
+    return "the steps are right; the losses are not the means over all rows of each window."
+
+
+def floor_gib(n_params: float, answer: float | None) -> None:
+    """Check the GiB that float32 training of `n_params` parameters with AdamW needs, however small the micro-batch."""
+    _report(answer, lambda: _floor_problem(n_params, answer))
+
+
+def _floor_problem(n_params: float, answer: float) -> str | None:
+    layer = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[layer.weight]
+    kept = [layer.weight, layer.weight.grad, state["exp_avg"], state["exp_avg_sq"]]
+    each = [t.element_size() * n_params / 2**30 for t in kept]
+
+    def near(gib: float) -> bool:
+        return abs(answer / gib - 1) < 0.02
+
+    if near(sum(each)):
+        return None
+    if near(sum(each) * 2**30 / 1e9):
+        return "right in GB (10⁹ bytes); a GiB is 2³⁰ bytes."
+    if near(sum(each) - each[1]):
+        return "the gradients are missing. They are what accumulates, so they stay alive between micro-batches."
+    if near(each[0]) or near(2 * each[0]):
+        return "weights, or weights and gradients, are not all: what does AdamW remember?"
+    if answer < 0.8 * sum(each):
+        return "too low. Which of weights, gradients and moments would a smaller micro-batch shrink?"
+    return "too high: with a micro-batch small enough, what grows with the batch is next to nothing."
+
+
+def beta2(now: float, factor: float, answer: float | None) -> None:
+    """Check the decay rate of Adam's second moment that keeps its half-life in tokens for a batch `factor` as large."""
+    _report(answer, lambda: _beta2_problem(now, factor, answer))
+
+
+def _beta2_problem(now: float, factor: float, answer: float) -> str | None:
+    def near(value: float) -> bool:
+        return abs(answer - value) < 1e-3
+
+    if near(now**factor):
+        return None
+    if near(now):
+        return "unchanged, it forgets per step as before; but a step has more tokens now."
+    if near(now ** (1 / factor)) or near(1 - (1 - now) / factor):
+        return "that is the other direction: right for a batch that many times smaller."
+    if near(1 - (1 - now) * factor):
+        return "close: that is the first-order approximation. Several steps in a row multiply their decay rates."
+    if near(now / factor):
+        return "a decay rate is not a length: dividing it does not divide the half-life."
+    return "compare half-lives: steps until half is forgotten, times tokens per step, before and after."

@@ -245,14 +245,18 @@ def loss_scale(record: RunRecord, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def reconcile(rows: Mapping[str, Mapping[str, float | None]], what: str, ax: Axes | None = None) -> Axes:
-    """Draw {row: {guess, prediction, measurement, …: ratio}} as points on a log axis; None is left out."""
+def reconcile(
+    rows: Mapping[str, Mapping[str, float | None]], what: str, ax: Axes | None = None, unit: str = "×"
+) -> Axes:
+    """Draw {row: {guess, prediction, measurement, …: value}} as points on a log axis, 1 marked; None is left out."""
     ax = _axis(ax, 7, 0.6 * len(rows) + 1.4)
     kinds = list(dict.fromkeys(kind for values in rows.values() for kind in values))
     for i, kind in enumerate(kinds):
         points = [(float(values[kind]), y) for y, values in enumerate(rows.values()) if values.get(kind) is not None]
-        for x, y in points:
-            ax.annotate(f"{x:.2g}×", (x, y), xytext=(0, 8), textcoords="offset points", ha="center")
+        for x, y in points:  # alternately above and below, so that close points stay readable
+            ax.annotate(
+                f"{x:.2g}{unit}", (x, y), xytext=(0, -17 if i % 2 else 8), textcoords="offset points", ha="center"
+            )
         if points:
             ax.plot(*zip(*points, strict=True), MARKERS[i], color=COLORS[i], ms=9, label=kind)
     ax.axvline(1, color=BLACK, lw=0.8, ls=":")
@@ -263,6 +267,33 @@ def reconcile(rows: Mapping[str, Mapping[str, float | None]], what: str, ax: Axe
     ax.set_xlabel(what)
     if kinds and rows:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
+def curves(
+    lines: Mapping[str, Mapping[float, float | None]],
+    xlabel: str,
+    ylabel: str,
+    ax: Axes | None = None,
+    log2_ticks: Sequence[float] = (),
+) -> Axes:
+    """Draw {label: {x: y}} as lines told apart by colour, marker and style; a y of None leaves a gap.
+
+    With `log2_ticks` the x axis is logarithmic and labelled there.
+    """
+    ax = _axis(ax)
+    for i, (label, points) in enumerate(lines.items()):
+        k = i % len(COLORS)
+        y = [np.nan if value is None else value for value in points.values()]
+        every = max(1, len(y) // 12)
+        ax.plot(list(points), y, color=COLORS[k], ls=STYLES[k], marker=MARKERS[k], markevery=every, ms=6, label=label)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    if log2_ticks:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(log2_ticks, [f"{tick:g}" for tick in log2_ticks])
+    if lines:
+        ax.legend(frameon=False)
     return ax
 
 

@@ -11,6 +11,10 @@ from labutils import checks
         lambda: checks.fp16_survivors([1.0], None),
         lambda: checks.bytes_per_parameter(None),
         lambda: checks.amp_step(None),
+        lambda: checks.amp_window(None),
+        lambda: checks.accumulation_epoch(None),
+        lambda: checks.floor_gib(1e9, None),
+        lambda: checks.beta2(0.95, 4, None),
     ],
 )
 def test_unanswered_exercise_passes_and_says_so(check, capsys):

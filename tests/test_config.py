@@ -10,7 +10,7 @@ import yaml
 from labutils.config import KEYS, NOT_BUILT, ConfigError, load_config, parse_overrides, schema_text
 from tests.helpers import REPO, committed
 
-NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized")
+NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized", "accumulation")
 GOOD = committed("configs/fp32_config.yaml")
 
 
@@ -53,8 +53,9 @@ def test_precision_configs_differ_only_in_marked_lines():
     assert {k for v in values for k in v if v[k] != values[0][k]} == {"name", "note", "precision"}
 
 
-def test_optimized_config_marks_what_differs_from_fp32():
-    body = [x for x in committed("configs/optimized_config.yaml").splitlines() if not x.startswith("#")]
+@pytest.mark.parametrize("name", ["optimized", "accumulation"])
+def test_other_configs_mark_what_differs_from_fp32(name):
+    body = [x for x in committed(f"configs/{name}_config.yaml").splitlines() if not x.startswith("#")]
     baseline = [line for line in GOOD.splitlines() if not line.startswith("#")]
     assert all("[*]" in line or "precision: fp32" in line for line in body if line not in baseline)
 

@@ -35,6 +35,7 @@ DRAWINGS = {
     "reconcile": lambda ax: plotting.reconcile(
         {"fp16": {"your guess": None, "product": 2.0, "step": 1.5}}, "speed", ax
     ),
+    "curves": lambda ax: plotting.curves({"measured": {1: 2.0, 4: None, 8: 1.0}}, "batch", "ms", ax, (1, 4, 8)),
     "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
     "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
 }
