@@ -16,7 +16,7 @@ labs: $(VENV)/installed
 
 test: $(VENV)/installed lint
 	$(BIN)/python -m pytest -q --durations=5
-	$(AVX2) $(BIN)/python -m pytest -q 01-Mixed_Precision.ipynb
+	$(AVX2) $(BIN)/python -m pytest -q 0*.ipynb
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
