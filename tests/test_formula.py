@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import labutils as lab
 from labutils.formula import MODEL_PARAMETERS, closed_form, n_parameters, static_gib
@@ -11,10 +12,9 @@ from labutils.solver import ROUGHLY
 
 @pytest.mark.parametrize("model", SIZES)
 def test_parameters_are_counted_from_the_shape(model):
-    config = lab.load_config("fp32", model=model)
-    assert closed_form(config).phases["forward"]["parameters"] == pytest.approx(
-        predict_memory(config).phases["forward"]["parameters"], rel=1e-4
-    )
+    with torch.device("meta"):  # where old versions of transformers do not tie the output embedding
+        named = lab.build_model(model).named_parameters()
+    assert n_parameters(model) == sum(p.numel() for key, p in named if not key.startswith("lm_head"))
 
 
 def test_published_sizes():
