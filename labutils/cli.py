@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_argument(
         "--device", choices=["t4", "rtx4060", "a100", "h200", "this", "cpu"], default="a100", help="(a100)"
     )
-    predict.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="the card's memory, if not the device's")
+    predict.add_argument("--gpu-memory-gib", type=_gib, metavar="GIB", help="the card's memory, if not the device's")
     predict.add_argument("--json", action="store_true", help="print JSON")
     add("runs", _runs, "list the recorded runs, oldest first")
     comparing = add("compare", _compare, "compare recorded runs; the first is the baseline")
@@ -83,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     bench = add("bench", _bench, "compare labutils.train with a bare training loop on the same batches")
     bench.add_argument("--quick", action="store_true", help="few steps: tests the harness, not the speed")
     return parser
+
+
+def _gib(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no amount of memory; expected GiB, for example 8")
+    return value
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -123,7 +130,8 @@ def _predict(options: argparse.Namespace) -> int:
         if budget is None and options.device != "cpu":
             limit = config.memory_limit_gib
             budget = limit + CONTEXT_GIB if limit else card_named(options.device).memory_gib
-        fits = budget is None or needed_gib(ledger) <= budget
+        needed = needed_gib(ledger, options.device)
+        fits = budget is None or needed <= budget
         found = None if fits else fit(config, budget, options.device)
     except (PrecisionUnsupported, RuntimeError) as error:
         print(error, file=sys.stderr)
@@ -131,10 +139,10 @@ def _predict(options: argparse.Namespace) -> int:
     if options.json:
         answer = {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase, "categories": ledger.categories}
         answer |= {"phases": ledger.phases, "method": ledger.method, "device": options.device, "fits": fits}
-        answer |= {"needed_gib": needed_gib(ledger), "budget_gib": budget}
+        answer |= {"needed_gib": needed, "budget_gib": budget}
         if found:
             answer["fit"] = {"fits": found.fits(budget), "changes": found.changes, "costs": found.costs}
-            answer["fit"] |= {"time_cost": found.time_cost, "needed_gib": needed_gib(found.ledger)}
+            answer["fit"] |= {"time_cost": found.time_cost, "needed_gib": found.needed_gib}
         print(json.dumps(answer, indent=1))
         return 0
     table = pd.DataFrame(ledger.phases) / 2**20
@@ -143,10 +151,11 @@ def _predict(options: argparse.Namespace) -> int:
     print(f"\npeak {ledger.peak_bytes / 2**30:.2f} GiB allocated, in the {ledger.peak_phase} phase")
     if budget is None:
         return 0
-    asked = f"{needed_gib(ledger):.1f} GiB with a tenth for fragmentation and {CONTEXT_GIB} GiB for the CUDA context"
+    context = "" if options.device == "cpu" else f" and {CONTEXT_GIB} GiB for the CUDA context"
+    asked = f"{needed:.2f} GiB with a tenth for fragmentation{context}"
     print(f"{'fits' if fits else 'does NOT fit'} {budget:g} GiB: it asks for {asked}")
     if found:
-        asks = f"{needed_gib(found.ledger):.1f} GiB"
+        asks = f"{found.needed_gib:.2f} GiB"
         if found.fits(budget):
             more = f"about {100 * found.time_cost:.0f} % more time a step (predicted)"
             print(f"fits with {asks} and {more} if you change:")

@@ -123,7 +123,8 @@ class Sweep:
         key = micro_batch_size, n_micro_batches
         low, high = FEW_SEQUENCES
         chunk = self.config.loss_chunk_tokens
-        uneven = chunk and self.config.seq_len % chunk  # the last chunk's size is not affine in the batch
+        # affine in the batch only if each further sequence brings whole chunks, and two of them are not all there are
+        uneven = chunk and (self.config.seq_len % chunk or self.config.seq_len < 2 * chunk)
         if key not in self._traces and self._traces and micro_batch_size > high and not uneven:
             a, b = (self._at(size, n_micro_batches) for size in (low, high))
             with suppress(CannotExtrapolate):

@@ -14,14 +14,15 @@ from labutils.predict import CONTEXT_GIB, Sweep, card_named, resolve
 from labutils.records import MemoryLedger
 
 FRAGMENTATION = 1.1  # a tenth more than is allocated: a rule of thumb, the ledger does not model fragmentation
-ROUGHLY = 1.1  # the closed form overstates a peak by less; a test compares
+ROUGHLY = 1.1  # the closed form overstates a peak by less where attention is fused; a test compares
 FREE = {  # change neither results (beyond rounding) nor cost time
     "use_cache": (False, "training never reads the cache"),
     "activation": ("gelu_tanh", "the same function, fused"),
     "optimizer_impl": ("fused", "the same update, without temporaries"),
 }
 CHUNK_TOKENS = 512
-# FLOPs that a card computes while it moves one byte, from the datasheet of the A100 80 GB: TFLOP/s over 2.0 TB/s.
+# FLOPs that a card computes while it moves one byte, from the datasheet of the A100 80 GB: TFLOP/s over 2.0 TB/s. Other
+# cards have other ratios of the same order (T4, FP16: 65 over 0.32).
 FLOPS_PER_BYTE = {"fp32": 19.5 / 2.0, "tf32": 156 / 2.0, "fp16": 312 / 2.0, "bf16": 312 / 2.0, "pure_bf16": 312 / 2.0}
 # What each further micro-batch moves, bytes per parameter: its gradient is read, added to what is there and written
 # (12), and the weights are read in the forward and in the backward pass (8).
@@ -30,34 +31,43 @@ BYTES_PER_MICRO_BATCH = 20
 
 @dataclass(frozen=True)
 class Fit:
-    """Changes to a config, why each costs what it costs, their share of the step's time, and the ledger with them."""
+    """Changes to a config, what each costs and why, the time they add (see `time_cost`), and the ledger with them."""
 
     changes: dict[str, Any]
     costs: tuple[str, ...]
-    time_cost: float  # predicted, as a fraction of the unchanged step
+    time_cost: float
     ledger: MemoryLedger
+    device: str
+
+    @property
+    def needed_gib(self) -> float:
+        """Memory asked for, in GiB: see the function of this name."""
+        return needed_gib(self.ledger, self.device)
 
     def fits(self, budget_gib: float) -> bool:
-        """Whether the peak, the context and a tenth for fragmentation stay within a card's memory."""
-        return needed_gib(self.ledger) <= budget_gib
+        """Whether the peak, the context and a tenth for fragmentation stay within a device's memory."""
+        return self.needed_gib <= budget_gib
 
 
-def needed_gib(ledger: MemoryLedger) -> float:
-    """Return the card memory a ledger asks for, in GiB: peak, a tenth more for fragmentation, and the CUDA context."""
-    return FRAGMENTATION * ledger.peak_bytes / 2**30 + CONTEXT_GIB
+def needed_gib(ledger: MemoryLedger, device: str = "a100") -> float:
+    """Return the memory a ledger asks for, in GiB: peak, a tenth more for fragmentation, and the context on a card."""
+    return FRAGMENTATION * ledger.peak_bytes / 2**30 + (0 if device == "cpu" else CONTEXT_GIB)
 
 
 def time_cost(config: Config, changes: dict[str, Any]) -> float:
-    """Return the predicted time that changes add to a step, as a fraction of its FLOPs: what is computed twice, and
-    what further micro-batches move through memory. Smaller products' inefficiency is not in it."""
+    """Return the predicted time that changes add to a step: what is computed twice, and what more micro-batches move.
+
+    As a fraction of the step's FLOPs in the precision of the changes, so that a faster precision counts neither as a
+    gain nor as a cost; the costs of several changes add up. Smaller products' inefficiency is not in it.
+    """
     n_layer, _, width, vocab = models.SIZES[config.model]
+    new = config.model_copy(update=changes)
     per_token = 6 * n_parameters(config.model, 0) + 12 * n_layer * width * config.seq_len
     again = 0.0
     if changes.get("gradient_checkpointing") == "block":
         again += 24 * n_layer * width**2 + 4 * n_layer * width * config.seq_len
     if changes.get("loss_chunk_tokens"):
         again += 2 * vocab * width
-    new = config.model_copy(update=changes)
     moved = (new.grad_accum_steps - config.grad_accum_steps) * BYTES_PER_MICRO_BATCH * n_parameters(config.model)
     return (again + moved * FLOPS_PER_BYTE[new.precision] / config.tokens_per_step) / per_token
 
@@ -77,29 +87,42 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
         others = {key: value for key, value in changes.items() if key != "micro_batch_size"}
         sweep = sweeps.setdefault(tuple(others.items()), Sweep(resolved.model_copy(update=others), device))
         ledger = sweep.ledger(changes.get("micro_batch_size", resolved.micro_batch_size))
-        return Fit(changes, _costs(resolved, changes), time_cost(resolved, changes), ledger)
+        return Fit(changes, _costs(resolved, changes), time_cost(resolved, changes), ledger, device)
+
+    def without_the_superfluous(found: Fit, limit_gib: float) -> Fit:
+        for key in list(found.changes):
+            fewer = tried({k: v for k, v in found.changes.items() if k != key})
+            if fewer.fits(limit_gib) and fewer.time_cost <= found.time_cost:
+                found = fewer
+        return found
 
     found = tried({})
     if found.fits(budget_gib):
         return found
-    candidates = sorted(_candidates(resolved, card_named(device).flash), key=lambda changes: _rank(resolved, changes))
-    smallest: dict[str, Fit] = {}  # with everything that saves memory, by precision
+    has_bf16 = device != "cpu" and card_named(device).flash
+    candidates = sorted(_candidates(resolved, has_bf16), key=lambda changes: _rank(resolved, changes))
+    by_precision: dict[str, Fit] = {}
+
+    def smallest(name: str) -> Fit:
+        """Everything that saves memory, with the batch whole or in single sequences: splitting may add gradients."""
+        if name not in by_precision:
+            same = [c for c in candidates if c.get("precision", resolved.precision) == name]
+            everything = max(same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0)))
+            whole = {key: value for key, value in everything.items() if key != "micro_batch_size"}
+            by_precision[name] = min(tried(everything), tried(whole), key=lambda one: one.ledger.peak_bytes)
+        return by_precision[name]
+
+    fused = resolved.attention not in ("eager", "math")
     for changes in candidates:
-        if needed_gib(closed_form(resolved.model_copy(update=changes))) > ROUGHLY * budget_gib:
+        if fused and needed_gib(closed_form(resolved.model_copy(update=changes)), device) > ROUGHLY * budget_gib:
             continue  # not worth a trace
-        name = changes.get("precision", resolved.precision)
-        smallest[name] = smallest.get(name) or tried(_everything(candidates, changes))
-        if smallest[name].fits(budget_gib):
+        if smallest(changes.get("precision", resolved.precision)).fits(budget_gib):
             found = tried(changes)
             if found.fits(budget_gib):
-                break
-    else:
-        return min(smallest.values(), default=tried(_everything(candidates, candidates[-1])), key=_peak)
-    for key in list(found.changes):  # what the others have made unnecessary
-        fewer = tried({k: v for k, v in found.changes.items() if k != key})
-        if fewer.fits(budget_gib) and fewer.time_cost <= found.time_cost:
-            found = fewer
-    return found
+                return without_the_superfluous(found, budget_gib)
+    names = {c.get("precision", resolved.precision) for c in candidates}
+    found = min((smallest(name) for name in names), key=lambda one: one.ledger.peak_bytes)
+    return without_the_superfluous(found, max(budget_gib, found.needed_gib))
 
 
 def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
@@ -114,23 +137,15 @@ def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
         precisions.append("pure_bf16")
     choices = {
         "gradient_checkpointing": dict.fromkeys((config.gradient_checkpointing, "block")),
-        "loss_chunk_tokens": dict.fromkeys((config.loss_chunk_tokens, CHUNK_TOKENS)),
+        "loss_chunk_tokens": [config.loss_chunk_tokens],
         "precision": precisions,
         "micro_batch_size": sizes,
     }
+    if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS < config.micro_batch_size * config.seq_len:
+        choices["loss_chunk_tokens"].append(CHUNK_TOKENS)
     for values in itertools.product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))
         yield free | {key: value for key, value in changes.items() if getattr(config, key) != value}
-
-
-def _everything(candidates: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any]:
-    """Return the candidate of the same precision that changes most."""
-    same = [c for c in candidates if c.get("precision") == like.get("precision")]
-    return max(same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0)))
-
-
-def _peak(found: Fit) -> int:
-    return found.ledger.peak_bytes
 
 
 def _rank(config: Config, changes: dict[str, Any]) -> tuple:
@@ -142,7 +157,7 @@ def _costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
     """Return a line for each change: what it costs, and why."""
     lines = []
     for key, value in changes.items():
-        share = 100 * time_cost(config, {key: value})
+        share = 100 * time_cost(config, {key: value, "precision": changes.get("precision", config.precision)})
         if key in FREE:
             reason = f"nothing: {FREE[key][1]}"
         elif key == "precision":
@@ -166,7 +181,7 @@ def largest_micro_batch(config: Config, budget_gib: float, device: str = "a100",
     sweep = Sweep(resolved.model_copy(update=alone), device)
 
     def fits(size: int) -> bool:
-        return needed_gib(sweep.ledger(size)) <= budget_gib
+        return needed_gib(sweep.ledger(size), device) <= budget_gib
 
     low, high = 0, 1
     while high <= limit and fits(high):

@@ -133,7 +133,8 @@ def extrapolated(low: Trace, high: Trace, ratio: float) -> Trace:
     """Return the trace that lies `ratio` times as far from `low` as `high` does, in the number of layers or sequences.
 
     A phase is a beginning, a part that repeats with every layer (or not at all), and an end; at each operation the
-    bytes are affine in the number of layers, and in the number of sequences. So the first operations of both traces
+    bytes are affine in the number of layers, and in the number of sequences (but for the rounding up of small requests,
+    a few KiB). So the first operations of both traces
     are aligned from the start, the last ones from the end; what repeats in between lies between their values.
     Raises CannotExtrapolate if the operations of the two do not align.
     """

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,7 +15,7 @@ from labutils.cli import main
 from labutils.config import ConfigError
 from labutils.memory import ACTIVATIONS, CAST_WEIGHTS, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, TEMPORARIES
 from labutils.predict import CARDS, Sweep, predict_memory, predict_module, resolve, tracing_works
-from labutils.trace import CannotExtrapolate, cuda_rules, extrapolated
+from labutils.trace import CannotExtrapolate, Segment, Trace, cuda_rules, extrapolated
 from tests.helpers import CPU
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "dropout": 0.0}
@@ -101,16 +102,37 @@ def test_two_and_three_layers_tell_about_all(monkeypatch, name, changes):
             assert extrapolated.phases[phase][category] == pytest.approx(n_bytes, abs=8192), (phase, category)
 
 
-@pytest.mark.parametrize(("name", "seq_len"), [("fp32", 96), ("optimized", 1024)])
-def test_two_and_three_sequences_tell_about_all(name, seq_len):
-    config = lab.load_config(name, model="gpt2-nano", seq_len=seq_len, micro_batch_size=1, tokens_per_step=28 * seq_len)
+@pytest.mark.parametrize(("name", "seq_len", "chunk"), [("fp32", 96, 0), ("optimized", 256, 128), ("fp32", 64, 64)])
+def test_two_and_three_sequences_tell_about_all(name, seq_len, chunk):
+    config = lab.load_config(
+        name,
+        model="gpt2-nano",
+        seq_len=seq_len,
+        micro_batch_size=1,
+        tokens_per_step=28 * seq_len,
+        loss_chunk_tokens=chunk,
+    )
     sweep = Sweep(resolve(config, "a100"), "a100")
     for size in (1, 7):
         direct = predict_memory(config.model_copy(update={"micro_batch_size": size}))
         for phase, parts in direct.phases.items():
             total = sum(sweep.ledger(size).phases[phase].values())
             assert total == pytest.approx(sum(parts.values()), rel=0.001), (size, phase)  # requests are rounded up
-    assert set(sweep._traces) >= {(2, 2), (3, 2)}
+    assert ((2, 2) in sweep._traces) == (chunk < seq_len)  # else every size is traced
+
+
+def test_a_part_that_looks_like_the_end_is_still_a_part():
+    """The end begins like the repeated part, as GPT-2's last norm does: alignment must not run into it."""
+
+    def segment(n: int) -> Segment:
+        operations = ["start", *["norm", "product"] * n, "norm", "end"]
+        alive = np.array([[10.0 + 5 * i] for i in range(2 * n + 1)] + [[1000.0 * n], [2000.0 * n]])
+        return Segment("forward", operations, np.arange(len(operations)), alive)
+
+    found = extrapolated(Trace([segment(2)]), Trace([segment(3)]), 8).segments[0]
+    assert found.alive.max() == segment(10).alive.max()
+    assert found.alive[-2:].tolist() == segment(10).alive[-2:].tolist()
+    assert set(found.alive[:, 0]) <= set(segment(10).alive[:, 0])
 
 
 def test_traces_of_different_models_do_not_extrapolate():
@@ -246,6 +268,12 @@ def test_predict_command(capsys):
     assert answer["fit"]["needed_gib"] > 0.5
     assert main([*nano, "--set", "memory_limit_gib=0.15"]) == 0
     assert "0.65 GiB" in capsys.readouterr().out  # the limit leaves the context out
+    for nonsense in ("0", "-1", "nan", "inf", "much"):
+        with pytest.raises(SystemExit):
+            main([*nano, "--gpu-memory-gib", nonsense])
+    capsys.readouterr()
+    assert main([*nano, "--device", "cpu", "--gpu-memory-gib", "0.01"]) == 0
+    assert "CUDA" not in capsys.readouterr().out
     assert main(["predict", "bf16", "--device", "t4"]) == 1
     assert "use fp16" in capsys.readouterr().err
     assert main(["predict", "fp32", "--set", "steps=0"]) == 1

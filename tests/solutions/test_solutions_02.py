@@ -8,6 +8,7 @@ import re
 
 import nbformat
 import pytest
+import torch
 
 from labutils import checks
 from tests.helpers import committed
@@ -152,7 +153,7 @@ def test_the_given_epoch_can_be_mended_one_bug_at_a_time(capsys):
         (8e9 / 2**30, "what does AdamW remember"),
         (6, "too low"),
         (40, "too high"),
-        ("x", "it raised TypeError"),
+        ("x", "a number of GiB"),
     ],
 )
 def test_wrong_floor_is_named(capsys, answer, misconception):
@@ -180,3 +181,49 @@ def test_neither_hints_nor_notebook_hold_an_answer():
     cells = nbformat.reads(committed(NOTEBOOK), as_version=4).cells
     text = " ".join(cell.source for cell in cells) + hints
     assert not re.search(r"0\.8145|14\.9\b|0\.95 ?\*\* ?4", text)
+
+
+def window_at_once(model, window, optimizer, scaler, max_grad_norm):
+    whole = [tuple(torch.cat(parts) for parts in zip(*window, strict=True))]
+    right.amp_window(model, whole, optimizer, scaler, max_grad_norm)
+
+
+def tail_not_clipped(model, batches, optimizer, n, max_grad_norm):
+    return [
+        right.accumulation_epoch(
+            model, batches[i : i + n], optimizer, n, max_grad_norm if i + n <= len(batches) else 1e9
+        )[0]
+        for i in range(0, len(batches), n)
+    ]
+
+
+def tail_not_cleared(model, batches, optimizer, n, max_grad_norm):
+    """The last window steps, and its gradients stay for the next epoch."""
+    clear = optimizer.zero_grad
+    losses = right.accumulation_epoch(model, batches[: len(batches) // n * n], optimizer, n, max_grad_norm)
+    optimizer.zero_grad = lambda *_, **__: None
+    try:
+        return losses + right.accumulation_epoch(model, batches[len(batches) // n * n :], optimizer, n, max_grad_norm)
+    finally:
+        optimizer.zero_grad = clear
+
+
+def test_what_is_right_only_at_first_sight(capsys):
+    assert "full batch" in verdict(capsys, checks.amp_window, window_at_once)
+    assert "step 3 of epoch 1, with clipping: the gradients are not clipped" in verdict(
+        capsys, checks.accumulation_epoch, tail_not_clipped
+    )
+    assert (
+        "were the gradients of the last window cleared"
+        in verdict(capsys, checks.accumulation_epoch, tail_not_cleared).lower()
+    )
+
+
+@pytest.mark.parametrize("answer", [12.5, 13, 14.4])
+def test_a_floor_below_the_right_one_is_too_low(capsys, answer):
+    assert "too low" in verdict(capsys, checks.floor_gib, 1e9, answer)
+
+
+@pytest.mark.parametrize("answer", ["14.9", float("nan"), -1, True])
+def test_a_floor_that_is_no_number_is_refused(capsys, answer):
+    assert "a number of GiB" in verdict(capsys, checks.floor_gib, 1e9, answer)
