@@ -49,11 +49,17 @@ def needed_gib(ledger: MemoryLedger) -> float:
 
 def time_cost(config: Config, changes: dict[str, Any]) -> float:
     """Return the predicted time that changes add to a step, as a fraction of its FLOPs: what is computed twice, and
-    what further micro-batches move through memory. Smaller products' inefficiency is not in it."""
+    what further micro-batches move through memory. Smaller products' inefficiency is not in it, nor what `offload` moves
+    to the host and back, nor the attention that `selective` repeats with dropout."""
     n_layer, _, width, vocab = models.SIZES[config.model]
     per_token = 6 * n_parameters(config.model, 0) + 12 * n_layer * width * config.seq_len
     again = 0.0
-    if changes.get("gradient_checkpointing") == "block":
+    policy = changes.get("gradient_checkpointing", "none")
+    if policy not in (
+        "none",
+        "selective",
+        "offload",
+    ):  # selective repeats no product, offload moves instead of computing
         again += 24 * n_layer * width**2 + 4 * n_layer * width * config.seq_len
     if changes.get("loss_chunk_tokens"):
         again += 2 * vocab * width
