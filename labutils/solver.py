@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from labutils import models
@@ -49,8 +50,8 @@ def needed_gib(ledger: MemoryLedger) -> float:
 
 def time_cost(config: Config, changes: dict[str, Any]) -> float:
     """Return the predicted time that changes add to a step, as a fraction of its FLOPs: what is computed twice, and
-    what further micro-batches move through memory. Smaller products' inefficiency is not in it, nor what `offload` moves
-    to the host and back, nor the attention that `selective` repeats with dropout."""
+    what further micro-batches move through memory. Smaller products' inefficiency is not in it, nor what
+    `offload` moves to the host and back, nor the attention that `selective` repeats with dropout."""
     n_layer, _, width, vocab = models.SIZES[config.model]
     per_token = 6 * n_parameters(config.model, 0) + 12 * n_layer * width * config.seq_len
     again = 0.0
@@ -59,7 +60,7 @@ def time_cost(config: Config, changes: dict[str, Any]) -> float:
         "none",
         "selective",
         "offload",
-    ):  # selective repeats no product, offload moves instead of computing
+    ):  # these repeat no product
         again += 24 * n_layer * width**2 + 4 * n_layer * width * config.seq_len
     if changes.get("loss_chunk_tokens"):
         again += 2 * vocab * width
@@ -169,7 +170,7 @@ def largest_micro_batch(config: Config, budget_gib: float, device: str = "a100",
     """Return how many sequences (at most `limit`) fit in a step of one micro-batch; 0 if not even one does."""
     resolved = resolve(config, device)
     alone = {"micro_batch_size": 1, "tokens_per_step": resolved.seq_len}
-    sweep = Sweep(resolved.model_copy(update=alone), device)
+    sweep = _sweep(resolved.model_copy(update=alone).model_dump_json(), device)
 
     def fits(size: int) -> bool:
         return needed_gib(sweep.ledger(size)) <= budget_gib
@@ -182,3 +183,9 @@ def largest_micro_batch(config: Config, budget_gib: float, device: str = "a100",
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+@lru_cache(maxsize=4)
+def _sweep(config_json: str, device: str) -> Sweep:
+    """Return a sweep of a resolved config; the next budget finds its traces."""
+    return Sweep(Config.model_validate_json(config_json), device)
