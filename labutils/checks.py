@@ -5,10 +5,12 @@ An exercise left at None says that it is open and passes, so that Run All goes t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 HINTS = {
     "fp16_survivors": (
@@ -45,6 +47,21 @@ HINTS = {
         "What is remembered of a squared gradient after k steps is the decay rate to the power of k.",
         "After how many steps is half of it left? How many tokens are that before, and how many after the change?",
         "One step with the larger batch must forget as much as the steps it replaces did together.",
+    ),
+    "block_runs": (
+        "Count the forward pass first. Then ask of each block: are the results inside it there when backward arrives?",
+        "A unit keeps its input only. What must run before backward can go through the unit's first block?",
+        "Does the unit in which backward begins differ from the others, or is it treated as they are?",
+    ),
+    "best_segments": (
+        "Two things are alive together: all the segments' inputs, and the layers of one segment.",
+        "Count in inputs: n segments keep n of them. What does one segment of 1/n of the layers keep, in inputs?",
+        "Write the sum as a function of n, and try n smaller and larger until it no longer falls.",
+    ),
+    "placement": (
+        "No placement brings the largest segment below the largest layer. Can you reach that bound?",
+        "A segment smaller than the largest one is free to grow; each further segment costs one input.",
+        "Which layers should share a segment with the huge one?",
     ),
 }
 
@@ -476,3 +493,95 @@ def _beta2_problem(now: float, factor: float, answer: float) -> str | None:
     if near(now / factor):
         return "a decay rate is not a length: dividing it does not divide the half-life."
     return "compare half-lives: steps until half is forgotten, times tokens per step, before and after."
+
+
+def block_runs(n_layer: int, unit: int, answer: int | None) -> None:
+    """Check how often a block's forward runs in one step of `n_layer` blocks, checkpointed in units of `unit`."""
+    _report(answer, lambda: _block_runs_problem(n_layer, unit, answer))
+
+
+class _CountsRuns(nn.Linear):
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return super().forward(x).tanh()
+
+
+def _block_runs_problem(n_layer: int, unit: int, answer: int) -> str | None:
+    blocks = nn.Sequential(*(_CountsRuns(2, 2) for _ in range(n_layer)))
+    x = torch.ones(1, 2)
+    for start in range(0, n_layer, unit):
+        x = checkpoint(blocks[start : start + unit], x, use_reentrant=False)
+    x.sum().backward()
+    right = sum(block.runs for block in blocks)
+    misconceptions = {
+        n_layer: "that is the step without checkpointing. What does backward find inside a unit?",
+        n_layer + n_layer // unit: "each unit is computed again, not one block of each: only the unit's input is kept.",
+        right - unit: "saving the last unit is possible, but a checkpointed unit is computed again wherever it stands.",
+        right
+        - n_layer // unit: "a unit's first block is computed again too: kept is what goes in, not what comes out.",
+        3 * n_layer: "backward costs as much as two forward passes, but it is not one.",
+    }
+    return None if answer == right else misconceptions.get(answer, "count block by block: how often does each run?")
+
+
+def best_segments(n_layer: int, ratio: float, answer: float | None) -> None:
+    """Check the number of equal segments with the smallest peak, if each layer keeps `ratio` times its input."""
+    _report(answer, lambda: _segments_problem(n_layer, ratio, answer))
+
+
+def _segments_problem(n_layer: int, ratio: float, answer: float) -> str | None:
+    if not 1 <= answer <= n_layer:
+        return f"{n_layer} layers have between 1 and {n_layer} segments."
+
+    def peak(n: float) -> float:
+        return n + ratio * n_layer / n
+
+    if peak(answer) <= 1.005 * min(map(peak, range(1, n_layer + 1))):
+        return None
+    if abs(answer - n_layer**0.5) < 0.5:
+        return "that is best if a layer keeps as much as its input. Here it keeps more, so segments should be shorter."
+    if answer == n_layer:
+        return "one checkpoint per layer: all the inputs together are the largest part then."
+    if answer == 1:
+        return "one segment keeps nothing in between, and all layers at once when it is computed again."
+    if abs(answer - (n_layer / ratio) ** 0.5) < 0.5:
+        return "the ratio acts the other way: layers that keep much ask for shorter segments, so for more of them."
+    return f"{peak(answer):g} inputs at the peak; there is a smaller sum. Are there too {_many(peak, answer)} segments?"
+
+
+def _many(peak: Callable[[float], float], n: float) -> str:
+    return "many" if peak(n * 1.01) > peak(n) else "few"
+
+
+def placement(kept: Sequence[float], input_size: float, answer: Sequence[int] | None) -> None:
+    """Check the first layers of segments that make their inputs plus the largest segment smallest."""
+    _report(answer, lambda: _placement_problem(list(kept), input_size, answer))
+
+
+def _placement_problem(kept: list[float], input_size: float, answer: Sequence[int]) -> str | None:
+    n = len(kept)
+    starts = sorted(set(answer))
+    if not set(starts) <= set(range(n)):
+        return f"the answer is a list of layer numbers, from 0 to {n - 1}."
+    if not starts or starts[0] != 0:
+        return "the first segment starts at layer 0; without it the first layers belong to none."
+
+    def segments(starts: Sequence[int]) -> list[float]:
+        return [sum(kept[a:b]) for a, b in zip(starts, [*starts[1:], n], strict=True)]
+
+    def peak(starts: Sequence[int]) -> float:
+        return input_size * len(starts) + max(segments(starts))
+
+    every = ([0, *chosen] for size in range(n) for chosen in itertools.combinations(range(1, n), size))
+    if peak(starts) == min(map(peak, every)):
+        return None
+    given = f"{peak(starts):g} at the peak, {max(segments(starts)):g} of it the largest segment; less is possible."
+    if len(starts) == 1:
+        return f"{given} One segment is no checkpointing at the moment that counts."
+    if len(starts) == n:
+        return f"{given} A checkpoint at each layer: most of these inputs buy nothing."
+    if max(segments(starts)) > max(kept):
+        return f"{given} The huge layer shares its segment. Lengths need not be equal; sizes count."
+    return f"{given} The huge layer stands alone; do the others need so many segments?"

@@ -8,6 +8,7 @@ Not counted: smaller temporaries.
 from __future__ import annotations
 
 from labutils import models
+from labutils.checkpointing import BLOCKS_PER_UNIT
 from labutils.config import Config
 from labutils.memory import ACTIVATIONS, CAST_WEIGHTS, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, TEMPORARIES
 from labutils.records import MemoryLedger
@@ -69,8 +70,15 @@ def closed_form(config: Config) -> MemoryLedger:
     if config.attention in ("eager", "math"):  # softmax, its dropout mask, and what is left: (T, T) each
         per_block += (2 * narrow + 1) * n_head * tokens * config.seq_len
     kept, again = n_layer * per_block, 0
-    if config.gradient_checkpointing == "block":
-        kept, again = n_layer * wide * tokens * width, per_block
+    policy = config.gradient_checkpointing
+    if policy == "offload":
+        kept, again = 0, per_block
+    elif policy == "selective":  # a block's input and its products: q k v, attention, projection, 4×, projection
+        kept = n_layer * (wide + narrow * (3 + 1 + 1 + 4 + 1)) * tokens * width
+        again = per_block - kept // n_layer
+    elif policy != "none":
+        size = BLOCKS_PER_UNIT[policy]
+        kept, again = -(-n_layer // size) * wide * tokens * width, size * per_block
     kept += (wide + narrow) * tokens * width  # the last norm
 
     rows = min(config.loss_chunk_tokens or tokens, tokens)

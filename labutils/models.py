@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from labutils import checkpointing
 from labutils.data import IGNORED
 
 GPT2_VOCAB = 50257
@@ -61,7 +62,8 @@ def build_model(
 
     Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch no network;
     positions beyond 1024 are allowed. Pretrained ones raise WeightsUnavailable within seconds if they cannot be had.
-    `gradient_checkpointing="block"` keeps each block's input only and computes the block again in the backward pass.
+    `gradient_checkpointing="block"` keeps each block's input only and computes the block again in the backward pass;
+    `every_2` and so on do so for units of two blocks or more; `selective` and `offload`: see `checkpointing.Units`.
     `attention`: see `use_attention`. `n_layer` builds another depth than the named one, with random weights.
     """
     GPT2Config, GPT2LMHeadModel = _transformers()
@@ -72,7 +74,7 @@ def build_model(
         "resid_pdrop": dropout,
         "embd_pdrop": dropout,
         "attn_pdrop": dropout,
-        "use_cache": use_cache,
+        "use_cache": use_cache and gradient_checkpointing == "none",  # a block computed again would write it twice
     }
     torch.manual_seed(seed)
     if weights == "pretrained":
@@ -90,12 +92,11 @@ def build_model(
                 **shape,
             )
         )
-    if gradient_checkpointing == "block":
-        # renamed in transformers 5.23; both names take torch.utils.checkpoint's options first
-        enable = getattr(built, "activation_checkpointing_enable", None) or built.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    if gradient_checkpointing != "none":
+        blocks = built.transformer.h
+        built.transformer.h = checkpointing.Units(blocks, gradient_checkpointing, built.config.attn_pdrop)
     use_attention(built, attention)
-    return built.train()  # from_pretrained returns eval(), which drops dropout and checkpointing silently
+    return built.train()  # from_pretrained returns eval(), which switches dropout off silently
 
 
 def _transformers() -> tuple[type, type]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from labutils import experiment, models, precision
+from labutils import checkpointing, experiment, models, precision
 from labutils.config import Config
 from labutils.formula import closed_form
 from labutils.records import MemoryLedger
@@ -27,7 +27,7 @@ from labutils.trace import CannotExtrapolate, StorageLog, Trace, cuda_rules, ext
 
 CUDA_BLOCK = 512  # the caching allocator rounds every request up to a multiple of this
 CONTEXT_GIB = 0.5  # what a process takes on the card before its first tensor: driver and library code
-FEW_LAYERS = 2, 3  # traced in place of more
+FEW_LAYERS = 2, 3  # traced in place of more; units of several blocks if these are checkpointed together
 FEW_SEQUENCES = 2, 3  # likewise; a batch of one has views where larger ones have copies
 KNOWN_GOOD_TORCH = "2.11 to 2.13"
 CPU = torch.device("cpu")
@@ -136,10 +136,11 @@ class Sweep:
     def _traced(self, micro_batch_size: int, n_micro_batches: int) -> Trace:
         traced = partial(_trace, self.config, self.device, micro_batch_size, n_micro_batches, self.keep_outputs)
         n_layer = models.SIZES[self.config.model][0]
-        low, high = FEW_LAYERS
+        unit = checkpointing.BLOCKS_PER_UNIT.get(self.config.gradient_checkpointing, 1)
+        low, high = (n * unit + n_layer % unit for n in FEW_LAYERS)  # what repeats is a unit; the last may be smaller
         if n_layer > high:
             with suppress(CannotExtrapolate):  # an optimizer that goes through the parameters one by one
-                return extrapolated(traced(low), traced(high), n_layer - low)
+                return extrapolated(traced(low), traced(high), (n_layer - low) // unit)
         return traced(n_layer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from labutils import models
@@ -58,13 +59,14 @@ def time_cost(config: Config, changes: dict[str, Any]) -> float:
     """Return the predicted time that changes add to a step: what is computed twice, and what more micro-batches move.
 
     As a fraction of the step's FLOPs in the precision of the changes, so that a faster precision counts neither as a
-    gain nor as a cost; the costs of several changes add up. Smaller products' inefficiency is not in it.
+    gain nor as a cost; the costs of several changes add up. Smaller products' inefficiency is not in
+    it, nor what `offload` moves to the host and back, nor the attention that `selective` repeats with dropout.
     """
     n_layer, _, width, vocab = models.SIZES[config.model]
     new = config.model_copy(update=changes)
     per_token = 6 * n_parameters(config.model, 0) + 12 * n_layer * width * config.seq_len
     again = 0.0
-    if changes.get("gradient_checkpointing") == "block":
+    if changes.get("gradient_checkpointing", "none") not in ("none", "selective", "offload"):  # these repeat no product
         again += 24 * n_layer * width**2 + 4 * n_layer * width * config.seq_len
     if changes.get("loss_chunk_tokens"):
         again += 2 * vocab * width
@@ -178,7 +180,7 @@ def largest_micro_batch(config: Config, budget_gib: float, device: str = "a100",
     """Return how many sequences (at most `limit`) fit in a step of one micro-batch; 0 if not even one does."""
     resolved = resolve(config, device)
     alone = {"micro_batch_size": 1, "tokens_per_step": resolved.seq_len}
-    sweep = Sweep(resolved.model_copy(update=alone), device)
+    sweep = _sweep(resolved.model_copy(update=alone).model_dump_json(), device)
 
     def fits(size: int) -> bool:
         return needed_gib(sweep.ledger(size), device) <= budget_gib
@@ -191,3 +193,9 @@ def largest_micro_batch(config: Config, budget_gib: float, device: str = "a100",
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+@lru_cache(maxsize=4)
+def _sweep(config_json: str, device: str) -> Sweep:
+    """Return a sweep of a resolved config; the next budget finds its traces."""
+    return Sweep(Config.model_validate_json(config_json), device)

@@ -1,7 +1,8 @@
 """Trace one training step on *fake* tensors, which have shapes and dtypes but no data: what is alive, and when.
 
-A dispatch mode sees every operation and notes when each storage is born and when it dies. Three things make a CPU build
-of torch answer for CUDA (`cuda_rules`): CUDA's autocast list, its dropout mask, its attention kernels. Not counted: the
+A dispatch mode sees every operation and notes when each storage is born and when it dies. Four things make a CPU build
+of torch answer for CUDA (`cuda_rules`): CUDA's autocast list, its dropout mask, its attention kernels, and that what is
+offloaded to the host has left the device. Not counted: the
 CUDA context, library workspaces, fragmentation.
 """
 
@@ -12,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from labutils import checkpointing
 from labutils.memory import (
     ACTIVATIONS,
     BORN_IN,
@@ -76,7 +79,13 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
             mask = torch.empty_like(mask, dtype=q.dtype)
         return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, p, causal, scale=scale)[0]
 
+    def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        stays = isinstance(tensor, nn.Parameter)  # anything else leaves the device, and comes back as a new allocation
+        return (lambda: tensor) if stays else partial(torch.empty, tensor.shape, dtype=tensor.dtype)
+
+    real_on_host = checkpointing.on_host
     try:
+        checkpointing.on_host = on_host
         for name in FLOAT32_ON_CUDA:
             packet, _, overload = name.partition(".")
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
@@ -85,6 +94,7 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         autograd.impl("scaled_dot_product_attention", attention)
         yield
     finally:
+        checkpointing.on_host = real_on_host
         autocast._destroy()
         autograd._destroy()
 

@@ -15,6 +15,9 @@ from labutils import checks
         lambda: checks.accumulation_epoch(None),
         lambda: checks.floor_gib(1e9, None),
         lambda: checks.beta2(0.95, 4, None),
+        lambda: checks.block_runs(12, 3, None),
+        lambda: checks.best_segments(100, 9, None),
+        lambda: checks.placement([1, 2], 1, None),
     ],
 )
 def test_unanswered_exercise_passes_and_says_so(check, capsys):

@@ -10,7 +10,7 @@ import yaml
 from labutils.config import KEYS, NOT_BUILT, ConfigError, load_config, parse_overrides, schema_text
 from tests.helpers import REPO, committed
 
-NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized", "accumulation")
+NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized", "accumulation", "checkpointing")
 GOOD = committed("configs/fp32_config.yaml")
 
 
@@ -38,7 +38,7 @@ def changed(old: str, new: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_config_is_valid_on_both_devices(name, write):
     config = load_config(write(committed(f"configs/{name}_config.yaml")))
-    assert config.on("cuda").model == "gpt2"
+    assert config.on("cuda").model == ("gpt2-medium" if name == "checkpointing" else "gpt2")
     assert config.on("cpu").model == "gpt2-nano"
 
 
@@ -53,7 +53,7 @@ def test_precision_configs_differ_only_in_marked_lines():
     assert {k for v in values for k in v if v[k] != values[0][k]} == {"name", "note", "precision"}
 
 
-@pytest.mark.parametrize("name", ["optimized", "accumulation"])
+@pytest.mark.parametrize("name", ["optimized", "accumulation", "checkpointing"])
 def test_other_configs_mark_what_differs_from_fp32(name):
     body = [x for x in committed(f"configs/{name}_config.yaml").splitlines() if not x.startswith("#")]
     baseline = [line for line in GOOD.splitlines() if not line.startswith("#")]
@@ -89,7 +89,7 @@ def test_other_configs_mark_what_differs_from_fp32(name):
         ("tokens_per_step: 4096", "tokens_per_step: 100", True, "nearest: 2048"),
         ("lr_warmup_steps: 5", "lr_warmup_steps: 61", True, "61 warm-up steps in a run of 60 steps"),
         ("seed: 0 ", "compile: default\nseed: 0 ", True, "`compile` is planned but not built yet"),
-        ("gradient_checkpointing: none", "gradient_checkpointing: every_2", True, "planned but not built yet; built"),
+        ("gradient_checkpointing: none", "gradient_checkpointing: every_5", True, "Did you mean `every_4`?"),
         ("seed: 0 ", "overrides: 1\nseed: 0 ", True, "unknown key `overrides`"),
         ("seed: 0 ", "", False, "missing key `seed`"),
         ("  model: gpt2-nano", "  modle: gpt2-nano", True, "unknown key `modle`. Did you mean `model`?"),

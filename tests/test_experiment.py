@@ -39,7 +39,7 @@ def test_values_of_the_config_reach_training_and_measurement(calls):
     run("fp16", **values, activation="gelu_tanh", seed=5, learning_rate=1e-3, lr_schedule="cosine")
     (model, _, loss_fn, optimizer), options = calls["train"]
     assert loss_fn.keywords == {"chunk_tokens": 10}
-    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert model.transformer.h.policy == "block"
     assert (model.config.resid_pdrop, model.config.attn_pdrop, model.config.embd_pdrop) == (0.25,) * 3
     assert model.config.activation_function == "gelu_pytorch_tanh"
     assert options["precision_name"] == "fp16"

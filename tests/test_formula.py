@@ -26,7 +26,10 @@ def test_published_sizes():
 def test_closed_form_is_roughly_the_ledger(batch, seq_len):
     """Within an eighth, and never so far above it that the solver would discard what fits."""
     shape = {"seq_len": seq_len, "micro_batch_size": batch, "tokens_per_step": batch * seq_len}
-    recipes = (("fp32", "none", 0), ("bf16", "none", 0), ("bf16", "block", 512), ("pure_bf16", "block", 0))
+    recipes = (
+        *(("bf16", "every_3", 0), ("fp32", "selective", 0), ("bf16", "offload", 512)),
+        *(("fp32", "none", 0), ("bf16", "none", 0), ("bf16", "block", 512), ("pure_bf16", "block", 0)),
+    )
     for name, block, chunk in recipes:
         config = lab.load_config("fp32", precision=name, gradient_checkpointing=block, loss_chunk_tokens=chunk, **shape)
         ratio = closed_form(config).peak_bytes / predict_memory(config).peak_bytes

@@ -9,6 +9,7 @@ import torch
 
 import labutils as lab
 from labutils import experiment, precision
+from labutils.checkpointing import BLOCKS_PER_UNIT
 from labutils.memory import cuda_memory, tensor_bytes
 from labutils.predict import card_named
 from labutils.records import load_record, runs_dir
@@ -91,6 +92,7 @@ LEDGER_SHAPES = [
         for name, block in (("fp32", "none"), ("bf16", "none"), ("bf16", "block"))
         for shape in ((1, 128), (2, 1024), (4, 1024))
     ),
+    *(("gpt2", name, policy, 4, 1024) for name in ("fp32", "bf16") for policy in BLOCKS_PER_UNIT),
 ]
 
 
@@ -193,3 +195,32 @@ def test_peak_rate_names_its_source():
     rate, source = precision.peak_rate("fp16", CUDA)
     assert rate > 1e12
     assert "datasheet" in source or "measured here" in source
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
+    """Bit for bit with deterministic algorithms and math attention; the fused kernels within two plain runs' spread."""
+    if not lab.support(name, CUDA).ok:
+        pytest.skip(lab.support(name, CUDA).reason)
+    ids = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0)).to(CUDA)
+
+    def gradient(policy: str, attention: str) -> torch.Tensor:
+        model = lab.build_model(dropout=dropout, attention=attention, gradient_checkpointing=policy).to(CUDA)
+        torch.manual_seed(1)
+        with lab.autocast(name, CUDA):
+            loss = lab.lm_loss_sum(model, {"input_ids": ids, "labels": ids})
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        plain = gradient("none", "math")
+        for policy in BLOCKS_PER_UNIT:
+            assert torch.equal(gradient(policy, "math"), plain), policy
+    finally:
+        torch.use_deterministic_algorithms(False)
+    plain, again = gradient("none", "auto"), gradient("none", "auto")
+    spread = 4 * (again - plain).norm() + 1e-6 * plain.norm()
+    for policy in BLOCKS_PER_UNIT:
+        assert (gradient(policy, "auto") - plain).norm() <= spread, policy

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.checkpointing import ATTENTION, BLOCKS_PER_UNIT
 from labutils.models import SIZES
 from tests.helpers import REPO
 
@@ -71,14 +73,78 @@ def test_chunked_loss_leaves_loss_and_gradients_unchanged(chunk_tokens, name):
     assert (found - expected).norm() < (1e-5 if name == "fp32" else 2e-2) * expected.norm()
 
 
-def test_checkpointing_leaves_loss_and_gradients_unchanged():
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_every_checkpointing_policy_leaves_loss_and_gradients_unchanged(name, dropout):
     ids = torch.randint(0, 2048, (2, 16))
     batch = {"input_ids": ids, "labels": ids}
-    results = [
-        gradients(lab.build_model(gradient_checkpointing=kind), lab.lm_loss_sum, batch) for kind in ("none", "block")
-    ]
-    assert results[0][0] == results[1][0]
-    assert torch.equal(results[0][1], results[1][1])  # the random state of dropout is kept with the checkpoint
+    results = {}
+    with lab.autocast(name, torch.device("cpu")):
+        for policy in ("none", *BLOCKS_PER_UNIT):
+            model = lab.build_model(dropout=dropout, gradient_checkpointing=policy)
+            results[policy] = gradients(model, lab.lm_loss_sum, batch)
+    for policy, (loss, gradient) in results.items():
+        assert loss == results["none"][0], policy
+        assert torch.equal(gradient, results["none"][1]), policy  # the random state of dropout is kept too
+
+
+def kept_bytes(model):
+    """Return the bytes of the tensors that a forward pass leaves to the backward pass, without the parameters."""
+    tensors = {}
+
+    def pack(t):
+        if not isinstance(t, torch.nn.Parameter):
+            tensors[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model.base_model(torch.zeros(1, 64, dtype=torch.int64))
+    return sum(tensors.values())
+
+
+@pytest.mark.parametrize("policy", [p for p in BLOCKS_PER_UNIT if p != "offload"])
+def test_checkpointing_is_active_in_eval_mode_too(policy):
+    """Hugging Face's own switch is silently off in eval(), where from_pretrained leaves a model."""
+    plain = kept_bytes(lab.build_model(dropout=0.0).eval())
+    assert kept_bytes(lab.build_model(dropout=0.0, gradient_checkpointing=policy).eval()) < 0.2 * plain
+    theirs = lab.build_model(dropout=0.0).eval()
+    hugging_faces_switch(theirs)
+    assert kept_bytes(theirs) == plain
+    assert kept_bytes(theirs.train()) < 0.2 * plain
+
+
+def hugging_faces_switch(model):
+    # renamed in transformers 5.23
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": False})
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_block_is_hugging_faces_own_switch(eager):
+    ids = torch.randint(0, 2048, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    theirs = lab.build_model(attention="eager" if eager else "auto")
+    hugging_faces_switch(theirs)
+    ours = lab.build_model(attention="eager" if eager else "auto", gradient_checkpointing="block")
+    (loss, gradient), (expected_loss, expected) = (gradients(m, lab.lm_loss_sum, batch) for m in (ours, theirs))
+    assert loss == expected_loss
+    assert torch.equal(gradient, expected)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+def test_a_copy_of_a_checkpointed_model_is_independent():
+    model = lab.build_model(gradient_checkpointing="every_3")
+    twin = copy.deepcopy(model)
+    twin(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_selective_keeps_attention_only_where_it_draws_no_random_numbers():
+    """A fused kernel that is skipped when a block is computed again would not advance the random state."""
+    keeps = {p: lab.build_model(dropout=p, gradient_checkpointing="selective").transformer.h.kept for p in (0.0, 0.1)}
+    assert ATTENTION[0] in keeps[0.0]
+    assert ATTENTION[0] not in keeps[0.1]
 
 
 SWITCHES = [
@@ -86,6 +152,9 @@ SWITCHES = [
     {"activation": "gelu_tanh"},
     {"use_cache": True},
     {"gradient_checkpointing": "block"},
+    {"gradient_checkpointing": "every_3", "use_cache": True},
+    {"gradient_checkpointing": "selective", "attention": "eager"},
+    {"gradient_checkpointing": "offload"},
     {"attention": "math", "activation": "gelu_tanh", "gradient_checkpointing": "block"},
 ]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import labutils as lab
 from labutils import experiment, memory, models, precision, predict, trace
+from labutils.checkpointing import BLOCKS_PER_UNIT
 from labutils.cli import main
 from labutils.config import ConfigError
 from labutils.memory import ACTIVATIONS, CAST_WEIGHTS, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, TEMPORARIES
@@ -83,16 +84,46 @@ def test_prediction_knows_the_switches_of_the_model(changes):
     assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", BLOCKS_PER_UNIT)
+def test_prediction_knows_every_checkpointing_policy(policy, name, dropout):
+    shape = {"seq_len": 96, "micro_batch_size": 3, "tokens_per_step": 288, "dropout": dropout, "precision": name}
+    config = lab.load_config("fp32", **shape, gradient_checkpointing=policy, optimizer="sgd")
+    predicted, real = predict_memory(config, "cpu"), measured(config.on("cpu"))
+    for phase, parts in real.phases.items():
+        ours = sum(predicted.phases[phase].values())
+        assert ours == pytest.approx(sum(parts.values()), rel=0.005), phase
+
+
+def test_offloaded_tensors_are_not_on_the_card():
+    shape = {"seq_len": 512, "micro_batch_size": 8, "tokens_per_step": 4096}
+    policies = ("none", "selective", "block", "offload")
+    found = {p: predict_memory(lab.load_config("bf16", **shape, gradient_checkpointing=p)) for p in policies}
+    kept = [found[p].phases["loss"][ACTIVATIONS] for p in policies]
+    assert kept == sorted(kept, reverse=True)
+    # what stays on the card is made behind the last block: its result, and the last norm's
+    assert kept[-1] < 4 * 4 * 4096 * 768
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         ("bf16", {}),
+        ("bf16", {"gradient_checkpointing": "every_2"}),
+        ("fp32", {"gradient_checkpointing": "every_3", "n_layer": 11}),
+        ("fp32", {"gradient_checkpointing": "every_4", "n_layer": 15}),
+        ("bf16", {"gradient_checkpointing": "selective"}),
+        ("fp32", {"gradient_checkpointing": "offload"}),
         ("fp32", {"attention": "eager", "optimizer_impl": "foreach", "gradient_checkpointing": "block"}),
         ("optimized", {"seq_len": 1024, "optimizer_impl": "for_loop"}),
         ("bf16", {"model": "gpt2-medium", "tokens_per_step": 2048}),
     ],
 )
 def test_two_and_three_layers_tell_about_all(monkeypatch, name, changes):
+    changes = dict(changes)
+    _, heads, width, vocab = models.SIZES["gpt2"]
+    monkeypatch.setitem(models.SIZES, "gpt2", (changes.pop("n_layer", 12), heads, width, vocab))
     config = lab.load_config(name, **changes)
     extrapolated = predict_memory(config)
     monkeypatch.setattr(predict, "FEW_LAYERS", (2, 99))
