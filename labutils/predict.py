@@ -27,7 +27,7 @@ from labutils.trace import CannotExtrapolate, StorageLog, Trace, cuda_rules, ext
 
 CUDA_BLOCK = 512  # the caching allocator rounds every request up to a multiple of this
 CONTEXT_GIB = 0.5  # what a process takes on the card before its first tensor: driver and library code
-FEW_LAYERS = 2, 3  # traced in place of more (a first and a last one); units of blocks if these are checkpointed together
+FEW_LAYERS = 2, 3  # traced in place of more: a first and a last one; of units if blocks are checkpointed together
 FEW_SEQUENCES = 2, 3  # likewise; a batch of one has views where larger ones have copies
 KNOWN_GOOD_TORCH = "2.11 to 2.13"
 CPU = torch.device("cpu")
