@@ -59,19 +59,23 @@ def time_cost(config: Config, changes: dict[str, Any]) -> float:
     """Return the predicted time that changes add to a step: what is computed twice, and what more micro-batches move.
 
     As a fraction of the step's FLOPs in the precision of the changes, so that a faster precision counts neither as a
-    gain nor as a cost; the costs of several changes add up. Smaller products' inefficiency is not in
-    it, nor what `offload` moves to the host and back, nor the attention that `selective` repeats with dropout.
+    gain nor as a cost; the costs of several changes add up. Smaller products' inefficiency is not in it, nor what
+    `offload` moves to the host and back, nor the attention that `selective` repeats with dropout.
     """
-    n_layer, _, width, vocab = models.SIZES[config.model]
+    n_layer, _, width, _ = models.SIZES[config.model]
     new = config.model_copy(update=changes)
     per_token = 6 * n_parameters(config.model, 0) + 12 * n_layer * width * config.seq_len
-    again = 0.0
-    if changes.get("gradient_checkpointing", "none") not in ("none", "selective", "offload"):  # these repeat no product
-        again += 24 * n_layer * width**2 + 4 * n_layer * width * config.seq_len
-    if changes.get("loss_chunk_tokens"):
-        again += 2 * vocab * width
     moved = (new.grad_accum_steps - config.grad_accum_steps) * BYTES_PER_MICRO_BATCH * n_parameters(config.model)
+    again = _flops_again(new) - _flops_again(config)
     return (again + moved * FLOPS_PER_BYTE[new.precision] / config.tokens_per_step) / per_token
+
+
+def _flops_again(config: Config) -> float:
+    """Return the FLOPs per token that a config computes twice: of the blocks, of the logits."""
+    n_layer, _, width, vocab = models.SIZES[config.model]
+    blocks = 24 * n_layer * width**2 + 4 * n_layer * width * config.seq_len
+    repeats_products = config.gradient_checkpointing not in ("none", "selective", "offload")
+    return repeats_products * blocks + bool(config.loss_chunk_tokens) * 2 * vocab * width
 
 
 def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
@@ -143,7 +147,8 @@ def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
         "precision": precisions,
         "micro_batch_size": sizes,
     }
-    if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS < config.micro_batch_size * config.seq_len:
+    larger_chunks = not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS
+    if larger_chunks and config.micro_batch_size * config.seq_len > CHUNK_TOKENS:
         choices["loss_chunk_tokens"].append(CHUNK_TOKENS)
     for values in itertools.product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))

@@ -2,8 +2,7 @@
 
 A dispatch mode sees every operation and notes when each storage is born and when it dies. Four things make a CPU build
 of torch answer for CUDA (`cuda_rules`): CUDA's autocast list, its dropout mask, its attention kernels, and that what is
-offloaded to the host has left the device. Not counted: the
-CUDA context, library workspaces, fragmentation.
+offloaded to the host has left the device. Not counted: the CUDA context, library workspaces, fragmentation.
 """
 
 from __future__ import annotations

@@ -67,7 +67,13 @@ def test_splitting_a_batch_of_one_window_may_need_more():
     for size in (1, 2):
         other = config.model_copy(update=found.changes | {"micro_batch_size": size})
         assert found.needed_gib <= needed_gib(predict_memory(other))
-    assert "loss_chunk_tokens" not in found.changes  # 64 tokens are less than a chunk
+    assert not any("loss_chunk_tokens" in c for c in _candidates(config, True))  # 64 tokens are less than a chunk
+
+
+def test_what_is_computed_twice_already_costs_nothing_more():
+    config = lab.load_config("fp32", gradient_checkpointing="every_2", loss_chunk_tokens=256)
+    assert time_cost(config, {"gradient_checkpointing": "block", "loss_chunk_tokens": 512}) == 0
+    assert time_cost(config, {"gradient_checkpointing": "none"}) < 0
 
 
 def test_costs_of_single_changes_add_up():
