@@ -134,7 +134,8 @@ class Sweep:
         return self._traces[key]
 
     def _traced(self, micro_batch_size: int, n_micro_batches: int) -> Trace:
-        traced = partial(_trace, self.config, self.device, micro_batch_size, n_micro_batches, self.keep_outputs)
+        step = _step_only(self.config).model_dump_json()
+        traced = partial(_trace, step, self.device, micro_batch_size, n_micro_batches, self.keep_outputs)
         n_layer = models.SIZES[self.config.model][0]
         unit = checkpointing.BLOCKS_PER_UNIT.get(self.config.gradient_checkpointing, 1)
         low, high = (n * unit + n_layer % unit for n in FEW_LAYERS)  # what repeats is a unit; the last may be smaller
@@ -144,19 +145,27 @@ class Sweep:
         return traced(n_layer)
 
 
+def _step_only(config: Config) -> Config:
+    """Return the config with one value in all keys that leave the bytes of a step alone: equal steps, traced once."""
+    same = {"name": "x", "note": "", "seed": 0, "corpus": "stdlib", "steps": 1, "learning_rate": 1e-3}
+    same |= {"lr_schedule": "constant", "lr_warmup_steps": 0, "eval_every": 0, "micro_batch_size": 1}
+    same |= {"tokens_per_step": config.seq_len, "memory_limit_gib": 0, "weights": "random"}
+    return config.model_copy(update=same)
+
+
+@lru_cache(maxsize=128)
 def _trace(
-    config: Config, device: str, micro_batch_size: int, n_micro_batches: int, keep_outputs: bool, n_layer: int
+    config_json: str, device: str, micro_batch_size: int, n_micro_batches: int, keep_outputs: bool, n_layer: int
 ) -> Trace:
+    config = Config.model_validate_json(config_json)
     with _fake_world(device) as (log, _):
         with _default_dtype(torch.bfloat16 if config.precision == "pure_bf16" else torch.float32):
-            # random weights have the shapes of pretrained ones, without a download
-            model = experiment.float32_model(config.model_copy(update={"weights": "random"}), n_layer)
+            model = experiment.float32_model(config, n_layer)  # random: the shapes of pretrained ones, no download
         ids = [torch.zeros((micro_batch_size, config.seq_len), dtype=torch.int64) for _ in range(n_micro_batches)]
-        n_targets = config.tokens_per_step // config.seq_len * (config.seq_len - 1)
         return trace_step(
             model,
             [{"input_ids": i, "labels": i} for i in ids],
-            lambda model, batch: models.lm_loss_sum(model, batch, config.loss_chunk_tokens) / n_targets,
+            lambda model, batch: models.lm_loss_sum(model, batch, config.loss_chunk_tokens) / config.seq_len,
             experiment.build_optimizer(model, config),
             log,
             autocast=partial(precision.autocast, config.precision, CPU),

@@ -169,7 +169,7 @@ def test_a_part_that_looks_like_the_end_is_still_a_part():
 def test_traces_of_different_models_do_not_extrapolate():
     config = resolve(lab.load_config("fp32", **TINY, tokens_per_step=64), "a100")
     other = config.model_copy(update={"activation": "gelu_tanh"})
-    a, b = (predict._trace(c, "a100", 2, 1, False, 2) for c in (config, other))
+    a, b = (predict._trace(predict._step_only(c).model_dump_json(), "a100", 2, 1, False, 2) for c in (config, other))
     with pytest.raises(CannotExtrapolate, match="forward phase"):
         extrapolated(a, b, 2)
 
