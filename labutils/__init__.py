@@ -20,7 +20,7 @@ _MODULE_OF = {
     **dict.fromkeys(("autocast", "grad_scaler", "matmul_rate", "support", "tf32"), "precision"),
     **dict.fromkeys(("free_memory", "measure_step"), "memory"),
     **dict.fromkeys(("predict_memory", "predict_module"), "predict"),
-    **dict.fromkeys(("fit", "largest_micro_batch", "needed_gib"), "solver"),
+    **dict.fromkeys(("fit", "largest_micro_batch", "needed_gib", "shape_that_fits"), "solver"),
     **dict.fromkeys(("closed_form", "static_gib"), "formula"),
     **dict.fromkeys(("compare", "find_runs", "load_record", "readable", "reference_runs"), "records"),
     **dict.fromkeys(("evaluate", "train"), "training"),

@@ -64,8 +64,8 @@ def _nothing() -> tuple[nullcontext, nullcontext]:
 def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Copy a tensor to host memory and return a function that brings it back to its device.
 
-    As `torch.autograd.graph.save_on_cpu`, but parameters, which live on the device anyway, stay there. On a CPU host
-    and device are one memory: the copy is made all the same, and saves nothing.
+    As `torch.autograd.graph.save_on_cpu`, but parameters, which live on the device anyway, stay there (their 16-bit
+    copies under autocast travel). On a CPU host and device are one memory: the copy is made, and saves nothing.
     """
     if isinstance(tensor, nn.Parameter):
         return lambda: tensor

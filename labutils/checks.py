@@ -6,6 +6,7 @@ An exercise left at None says that it is open and passes, so that Run All goes t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -519,6 +520,7 @@ def _block_runs_problem(n_layer: int, unit: int, answer: int) -> str | None:
         n_layer: "that is the step without checkpointing. What does backward find inside a unit?",
         n_layer + n_layer // unit: "each unit is computed again, not one block of each: only the unit's input is kept.",
         right - unit: "saving the last unit is possible, but a checkpointed unit is computed again wherever it stands.",
+        2: "that is one block's count; there are more blocks.",
         right
         - n_layer // unit: "a unit's first block is computed again too: kept is what goes in, not what comes out.",
         3 * n_layer: "backward costs as much as two forward passes, but it is not one.",
@@ -532,13 +534,13 @@ def best_segments(n_layer: int, ratio: float, answer: float | None) -> None:
 
 
 def _segments_problem(n_layer: int, ratio: float, answer: float) -> str | None:
-    if not 1 <= answer <= n_layer:
-        return f"{n_layer} layers have between 1 and {n_layer} segments."
+    if not isinstance(answer, (int, float)) or answer != int(answer) or not 1 <= answer <= n_layer:
+        return f"the answer is a whole number: {n_layer} layers have between 1 and {n_layer} segments."
 
     def peak(n: float) -> float:
-        return n + ratio * n_layer / n
+        return n + ratio * math.ceil(n_layer / n)
 
-    if peak(answer) <= 1.005 * min(map(peak, range(1, n_layer + 1))):
+    if peak(answer) == min(map(peak, range(1, n_layer + 1))):
         return None
     if abs(answer - n_layer**0.5) < 0.5:
         return "that is best if a layer keeps as much as its input. Here it keeps more, so segments should be shorter."
@@ -552,7 +554,7 @@ def _segments_problem(n_layer: int, ratio: float, answer: float) -> str | None:
 
 
 def _many(peak: Callable[[float], float], n: float) -> str:
-    return "many" if peak(n * 1.01) > peak(n) else "few"
+    return "few" if min(map(peak, range(int(n) + 1, 2 * int(n) + 2))) < peak(n) else "many"
 
 
 def placement(kept: Sequence[float], input_size: float, answer: Sequence[int] | None) -> None:
@@ -562,9 +564,9 @@ def placement(kept: Sequence[float], input_size: float, answer: Sequence[int] | 
 
 def _placement_problem(kept: list[float], input_size: float, answer: Sequence[int]) -> str | None:
     n = len(kept)
-    starts = sorted(set(answer))
-    if not set(starts) <= set(range(n)):
+    if not isinstance(answer, (list, tuple, set)) or not set(answer) <= set(range(n)):
         return f"the answer is a list of layer numbers, from 0 to {n - 1}."
+    starts = sorted(int(start) for start in set(answer))
     if not starts or starts[0] != 0:
         return "the first segment starts at layer 0; without it the first layers belong to none."
 
@@ -583,5 +585,5 @@ def _placement_problem(kept: list[float], input_size: float, answer: Sequence[in
     if len(starts) == n:
         return f"{given} A checkpoint at each layer: most of these inputs buy nothing."
     if max(segments(starts)) > max(kept):
-        return f"{given} The huge layer shares its segment. Lengths need not be equal; sizes count."
+        return f"{given} What is in that largest segment, and need segments be equally long?"
     return f"{given} The huge layer stands alone; do the others need so many segments?"

@@ -165,8 +165,8 @@ def _environment(config: Config, where: torch.device) -> dict[str, str]:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has an exception of its own; a CPU says so in a RuntimeError's text."""
-    words = ("can't allocate memory", "not enough memory")
+    """CUDA has an exception of its own; a CPU, pinned host memory and cuBLAS say so in a RuntimeError's text."""
+    words = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
 
 

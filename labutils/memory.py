@@ -55,11 +55,12 @@ def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
         return
     free_memory()
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
+    index = torch.cuda.current_device() if device.index is None else device.index  # the function takes no bare "cuda"
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def cuda_memory(device: torch.device) -> dict[str, int]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from labutils import models
 from labutils.config import Config
 from labutils.formula import closed_form, n_parameters
@@ -198,6 +200,17 @@ def largest_micro_batch(config: Config, budget_gib: float, device: str = "a100",
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def shape_that_fits(config: Config, limit: int = 8) -> dict[str, int]:
+    """Return the overrides with which a step of one micro-batch fits the free memory of the GPU here; on a CPU none.
+
+    `micro_batch_size` is at most `limit`, and at least 1 even if the ledger says that not one sequence fits.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    fits = max(1, largest_micro_batch(config, card_named("this").memory_gib, "this", limit))
+    return {"micro_batch_size": fits, "tokens_per_step": fits * config.seq_len}
 
 
 @lru_cache(maxsize=4)

@@ -160,7 +160,7 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", ["", "right", "left"])  # causal attention never reads padding on the right
 def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -173,8 +173,11 @@ def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded
     batch = {"input_ids": torch.randint(1, vocab, (3, 40), generator=torch.Generator().manual_seed(1))}
     batch["labels"] = batch["input_ids"].clone()
     if padded:
-        batch["attention_mask"] = (torch.arange(40) < torch.tensor([[40], [25], [7]])).long()
+        mask = (torch.arange(40) < torch.tensor([[40], [25], [7]])).long()
+        batch["attention_mask"] = mask if padded == "right" else mask.flip(1)
         batch["labels"][batch["attention_mask"] == 0] = -100
+        if padded == "left":  # what a token of padding predicts of the first real one is not defined
+            batch["labels"][torch.arange(3), 40 - mask.sum(1)] = -100
     plain(**batch).loss.backward()
     loss = lab.lm_loss_sum(ours, batch) / lab.count_targets(batch)
     loss.backward()
@@ -275,3 +278,32 @@ def test_building_and_running_says_nothing_on_stderr():
 def test_import_costs_nothing():
     code = "import sys, labutils; assert not {'torch', 'pandas', 'matplotlib', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
+
+
+def test_units_group_so_many_blocks_and_run_each_twice():
+    ids = torch.zeros((1, 16), dtype=torch.int64)
+    runs = []
+    for policy, size in BLOCKS_PER_UNIT.items():
+        model = lab.build_model(n_layer=7, dropout=0.0, gradient_checkpointing=policy)
+        units = list(model.transformer.h)
+        assert len(units) == -(-7 // size)
+        assert [len(unit.args[0]) for unit in units[:-1]] == [size] * (len(units) - 1)
+        for i in range(7):
+            model.transformer.h[i].register_forward_pre_hook(lambda *_: runs.append(1))
+        runs.clear()
+        lab.lm_loss_sum(model, {"input_ids": ids, "labels": ids}).backward()
+        assert len(runs) == (7 if policy == "offload" else 14)
+
+
+def test_selective_keeps_the_results_of_products_and_of_every_attention_kernel():
+    kept = {policy: bytes_kept(policy) for policy in ("none", "selective", "block")}
+    assert kept["block"] < 0.5 * kept["selective"] < 0.5 * kept["none"]
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+        assert getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default in ATTENTION
+
+
+def bytes_kept(policy: str) -> int:
+    batch = dict.fromkeys(("input_ids", "labels"), torch.zeros((2, 64), dtype=torch.int64))
+    model = lab.build_model(dropout=0.0, activation="gelu_tanh", gradient_checkpointing=policy)
+    found = lab.measure_step(model, [batch], lab.lm_loss_sum, torch.optim.SGD(model.parameters(), lr=1e-3))
+    return found.phases["loss"]["activations"]

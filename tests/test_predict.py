@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
 
@@ -101,7 +102,7 @@ def test_offloaded_tensors_are_not_on_the_card():
     policies = ("none", "selective", "block", "offload")
     found = {p: predict_memory(lab.load_config("bf16", **shape, gradient_checkpointing=p)) for p in policies}
     kept = [found[p].phases["loss"][ACTIVATIONS] for p in policies]
-    assert kept == sorted(kept, reverse=True)
+    assert all(more > less for more, less in itertools.pairwise(kept))
     # what stays on the card is made behind the last block: its result, and the last norm's
     assert kept[-1] < 4 * 4 * 4096 * 768
 
@@ -111,8 +112,8 @@ def test_offloaded_tensors_are_not_on_the_card():
     [
         ("bf16", {}),
         ("bf16", {"gradient_checkpointing": "every_2"}),
-        ("fp32", {"gradient_checkpointing": "every_3", "n_layer": 11}),
-        ("fp32", {"gradient_checkpointing": "every_4", "n_layer": 15}),
+        ("fp32", {"gradient_checkpointing": "every_3", "n_layer": 14}),
+        ("fp32", {"gradient_checkpointing": "every_4", "n_layer": 19}),
         ("bf16", {"gradient_checkpointing": "selective"}),
         ("fp32", {"gradient_checkpointing": "offload"}),
         ("fp32", {"attention": "eager", "optimizer_impl": "foreach", "gradient_checkpointing": "block"}),

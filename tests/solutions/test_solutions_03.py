@@ -18,8 +18,8 @@ KEPT_MIB = [2, 2, 2, 2, 40, 2, 2, 2, 2, 2, 2, 2]
 
 def test_right_answers_pass(capsys):
     assert verdict(capsys, checks.block_runs, 12, 3, right.BLOCK_RUNS) == "Right."
-    assert verdict(capsys, checks.best_segments, 100, 9, right.SEGMENTS) == "Right."
-    assert verdict(capsys, checks.best_segments, 100, 9, 29) == "Right."
+    assert verdict(capsys, checks.best_segments, 100, 4, right.SEGMENTS) == "Right."
+    assert verdict(capsys, checks.placement, KEPT_MIB, 1, [0.0, 4.0, 5.0]) == "Right."
     assert verdict(capsys, checks.placement, KEPT_MIB, 1, right.STARTS) == "Right."
 
 
@@ -31,6 +31,7 @@ def test_right_answers_pass(capsys):
         (21, "wherever it stands"),
         (20, "what goes in"),
         (36, "is not one"),
+        (2, "more blocks"),
         (7, "block by block"),
         ("x", "block by block"),
     ],
@@ -45,28 +46,29 @@ def test_wrong_number_of_runs_is_named(capsys, answer, misconception):
         (10, "keeps as much as its input"),
         (100, "one checkpoint per layer"),
         (1, "one segment"),
-        (3, "the other way"),
+        (5, "the other way"),
         (50, "too many segments"),
-        (20, "too few segments"),
+        (15, "too few segments"),
+        (20.5, "whole number"),
         (0, "between 1 and 100"),
-        ("x", "it raised TypeError"),
+        ("x", "whole number"),
     ],
 )
 def test_wrong_number_of_segments_is_named(capsys, answer, misconception):
-    assert misconception in verdict(capsys, checks.best_segments, 100, 9, answer)
+    assert misconception in verdict(capsys, checks.best_segments, 100, 4, answer)
 
 
 @pytest.mark.parametrize(
     ("answer", "misconception"),
     [
-        ([0, 3, 6, 9], "shares its segment"),
-        ([0, 4], "shares its segment"),
+        ([0, 3, 6, 9], "equally long"),
+        ([0, 4], "equally long"),
         ([0], "One segment"),
         (list(range(12)), "at each layer"),
         ([0, 2, 4, 5, 8], "so many segments"),
         ([4, 5], "starts at layer 0"),
         ([0, 12], "from 0 to 11"),
-        (5, "it raised TypeError"),
+        (5, "is a list of layer numbers"),
     ],
 )
 def test_wrong_placement_is_named(capsys, answer, misconception):
