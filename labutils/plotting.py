@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from labutils.numerics import FORMATS, FP16, FloatFormat
 from labutils.records import MIB, MemoryLedger, RunRecord, grouped
@@ -255,12 +256,15 @@ def reconcile(
         points = [(float(values[kind]), y) for y, values in enumerate(rows.values()) if values.get(kind) is not None]
         for x, y in points:  # alternately above and below, so that close points stay readable
             ax.annotate(
-                f"{x:.2g}{unit}", (x, y), xytext=(0, -17 if i % 2 else 8), textcoords="offset points", ha="center"
+                f"{x:.3g}{unit}", (x, y), xytext=(0, -17 if i % 2 else 8), textcoords="offset points", ha="center"
             )
         if points:
             ax.plot(*zip(*points, strict=True), MARKERS[i], color=COLORS[i], ms=9, label=kind)
     ax.axvline(1, color=BLACK, lw=0.8, ls=":")
     ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_yticks(range(len(rows)), list(rows))
     ax.set_ylim(len(rows) - 0.5, -0.6)
     ax.margins(x=0.1)
