@@ -19,6 +19,7 @@ YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK, YELLOW)
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), "-")
 MARKERS = "osD^vPX*"
+LOG_TICKS = (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)  # of a decade, where little more than one factor is drawn
 CATEGORY_LOOKS = {  # colour and hatch of each memory category
     "parameters": (BLUE, ""),
     "gradients": (ORANGE, "//"),
@@ -256,13 +257,20 @@ def reconcile(
         points = [(float(values[kind]), y) for y, values in enumerate(rows.values()) if values.get(kind) is not None]
         for x, y in points:  # alternately above and below, so that close points stay readable
             ax.annotate(
-                f"{x:.3g}{unit}", (x, y), xytext=(0, -17 if i % 2 else 8), textcoords="offset points", ha="center"
+                f"{x:,.0f}{unit}" if x >= 1000 else f"{x:.3g}{unit}",
+                (x, y),
+                xytext=(0, -17 if i % 2 else 8),
+                textcoords="offset points",
+                ha="center",
             )
         if points:
             ax.plot(*zip(*points, strict=True), MARKERS[i], color=COLORS[i], ms=9, label=kind)
     ax.axvline(1, color=BLACK, lw=0.8, ls=":")
     ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+    low, high = ax.get_xlim()
+    ax.xaxis.set_major_locator(
+        LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5) if high > 4 * low else LOG_TICKS)
+    )
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_yticks(range(len(rows)), list(rows))
