@@ -22,7 +22,7 @@ MAX_FILE_BYTES = 64 * 1024  # a config is one screen; anything larger is some ot
 
 # Choices of the course that later labs build. Refused as such until they are.
 NOT_BUILT = {
-    *("compile", "optimizer_in_backward", "save_every"),
+    *("optimizer_in_backward", "save_every"),
 }
 
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
@@ -60,7 +60,10 @@ class Config(BaseModel):
     weight_decay: Annotated[float, Field(ge=0, le=1)]
     max_grad_norm: Annotated[float, Field(ge=0, le=1e6, description="0 = no clipping")]
     eval_every: Annotated[CountOrOff, Field(description="optimizer steps between held-out losses; 0 = only at the end")]
-    precision: Literal["fp32", "tf32", "fp16", "bf16", "pure_bf16"]
+    precision: Annotated[
+        Literal["fp32", "tf32", "fp16", "bf16", "pure_bf16", "16bit"],
+        Field(description="16bit is bf16, or fp16 on a card without BF16"),
+    ]
     init_scale: Annotated[float, Field(gt=0, le=2.0**60, description="first loss scale; FP16 only")]
     growth_interval: Annotated[Count, Field(description="clean steps before the loss scale doubles; FP16 only")]
     optimizer: Literal["adamw", "sgd"]
@@ -69,10 +72,14 @@ class Config(BaseModel):
     activation: Annotated[Literal["gelu_new", "gelu_tanh"], Field(description="the same function, unfused or fused")]
     use_cache: Annotated[bool, Field(description="keep keys and values, which training never reads")]
     attention: Annotated[
-        Literal["eager", "math", "efficient", "flash", "auto"], Field(description="kernel; auto is torch's choice")
+        Literal["eager", "sdpa", "math", "efficient", "flash", "auto"],
+        Field(description="kernel; auto is torch's choice, sdpa the same as transformers calls it"),
     ]
     pad_vocab: Annotated[bool, Field(description="round the vocabulary up to a multiple of 64; random weights only")]
     loss_chunk_tokens: Annotated[CountOrOff, Field(description="tokens whose logits exist at once; 0 = all")]
+    compile: Annotated[
+        Literal["off", "default", "reduce-overhead", "max-autotune"], Field(description="torch.compile, and its mode")
+    ]
     gradient_checkpointing: Literal["none", "block", "every_2", "every_3", "every_4", "selective", "offload"]
     memory_limit_gib: Annotated[float, Field(ge=0, le=1e6, description="cap of CUDA's allocator; 0 = none")]
     when_cpu: dict[str, Any] = Field(default={}, description="keys that differ where no CUDA GPU is used")

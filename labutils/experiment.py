@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils import data, device, memory, models, precision
+from labutils import compiling, data, device, memory, models, precision
 from labutils.config import Config, load_config
 from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id
-from labutils.training import to_device, train
+from labutils.training import LossFn, to_device, train
 
 UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
 HELD_OUT_SEQUENCES = 16  # the same ones whatever the batch
@@ -42,6 +42,12 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9, **chosen)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), **chosen)
+
+
+def build_loss(config: Config, where: torch.device) -> LossFn:
+    """Return the config's loss, summed over targets: in chunks, compiled, or neither."""
+    loss_fn = partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens)
+    return loss_fn if config.compile == compiling.OFF else compiling.CompiledLoss(loss_fn, config.compile, where)
 
 
 def build_corpus(config: Config) -> data.Corpus:
@@ -108,6 +114,8 @@ def run_experiment(
     config = config if isinstance(config, Config) else load_config(config)
     where = where or device.choose_device()
     resolved = config.on(where.type)
+    name = precision.without_choice(resolved.precision, precision.support("bf16", where).ok)
+    resolved = resolved.model_copy(update={"precision": name})
     answer = precision.require(resolved.precision, where)
     steps = precision.steps_for(resolved.steps, answer)
     stream, held_out, corpus, per_epoch = build_batches(resolved)
@@ -177,7 +185,9 @@ def _train_and_measure(
     model = build_experiment_model(config, where)
     optimizer = build_optimizer(model, config)
     scaler = precision.grad_scaler(config.precision, where, config.init_scale, config.growth_interval)
-    loss_fn = partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens)
+    loss_fn = build_loss(config, where)
+    if config.compile != compiling.OFF and progress:
+        print(f"{config.name}: the first step compiles the model (compile: {config.compile}); that takes a while")
     record = train(
         model,
         stream,
@@ -196,6 +206,8 @@ def _train_and_measure(
     )
     timing = _timing(record.series.step_ms, models.flops_per_token(model, config.seq_len), config, where)
     record = record.model_copy(update={"timing": timing})
+    if isinstance(loss_fn, compiling.CompiledLoss):
+        record = record.model_copy(update={"environment": record.environment | {"torch.compile": loss_fn.report}})
     if record.outcome != "completed":
         return record
     micro_batches = [to_device(next(stream), where) for _ in range(config.grad_accum_steps)]

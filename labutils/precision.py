@@ -54,6 +54,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     return nullcontext()
 
 
+def without_choice(precision: str, has_bf16: bool) -> str:
+    """Return what `16bit` means where BF16 hardware exists or not; any other precision as it is."""
+    return {"16bit": "bf16" if has_bf16 else "fp16"}.get(precision, precision)
+
+
 def grad_scaler(
     precision: str, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> torch.amp.GradScaler:

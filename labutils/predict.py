@@ -83,9 +83,13 @@ def predict_memory(config: Config, device: str = "a100", *, keep_outputs: bool =
 def resolve(config: Config, device: str) -> Config:
     """Return a config as it runs on a device. Raises ConfigError or PrecisionUnsupported if it cannot."""
     resolved = config.on("cpu" if device == "cpu" else "cuda")
+    if device == "cpu":
+        resolved = resolved.model_copy(update={"precision": precision.without_choice(resolved.precision, True)})
     if device != "cpu":
         card = card_named(device)
-        answer = precision.cuda_support(resolved.precision, card.capability, card.capability >= (8, 0))
+        has_bf16 = card.capability >= (8, 0)
+        resolved = resolved.model_copy(update={"precision": precision.without_choice(resolved.precision, has_bf16)})
+        answer = precision.cuda_support(resolved.precision, card.capability, has_bf16)
         if not answer.ok:
             reason = f"precision {resolved.precision} cannot run on {device}: {answer.reason}"
             raise precision.PrecisionUnsupported(reason)
@@ -150,6 +154,7 @@ def _step_only(config: Config) -> Config:
     same = {"name": "x", "note": "", "seed": 0, "corpus": "stdlib", "steps": 1, "learning_rate": 1e-3}
     same |= {"lr_schedule": "constant", "lr_warmup_steps": 0, "eval_every": 0, "micro_batch_size": 1}
     same |= {"tokens_per_step": config.seq_len, "memory_limit_gib": 0, "weights": "random"}
+    same |= {"compile": "off"}
     return config.model_copy(update=same)
 
 

@@ -24,7 +24,16 @@ REFERENCE_DIR = Path(__file__).resolve().parent / "reference"
 RECORD_VERSION = 1
 MIB = 2**20
 # A change in these modules may change a loss, a time or a peak, so an older record is not reused.
-_CODE = ("checkpointing.py", "data.py", "experiment.py", "memory.py", "models.py", "precision.py", "training.py")
+_CODE = (
+    "checkpointing.py",
+    "compiling.py",
+    "data.py",
+    "experiment.py",
+    "memory.py",
+    "models.py",
+    "precision.py",
+    "training.py",
+)
 
 
 class RecordError(ValueError):

@@ -1,0 +1,41 @@
+"""torch.compile for a loss function, with a way back: where nothing can be compiled, the function itself, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+OFF = "off"
+
+
+class CompiledLoss:
+    """`loss_fn(model, batch)` compiled by `torch.compile`; `report` says in words what happened.
+
+    Forward and backward pass become fused kernels, compiled at the first call (half a minute is normal). If that fails,
+    for want of Triton on a GPU or of a C++ compiler on a CPU, this call and all later ones run `loss_fn` eagerly.
+    Evaluation (no gradients) is eager: it would need kernels of its own. `mode`: `default`; `reduce-overhead`, which
+    spares launches (CUDA graphs on a GPU, a wrapper in C++ on a CPU); `max-autotune`, which tries several kernels.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor], mode: str, where: torch.device) -> None:
+        self.eager, self.mode, self.failure = loss_fn, mode, ""
+        how: dict[str, Any] = {} if mode == "default" else {"mode": mode}
+        if mode == "reduce-overhead" and where.type == "cpu":
+            how = {"options": {"cpp_wrapper": True}}
+        self.compiled = torch.compile(loss_fn, dynamic=False, **how)
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        if self.failure or not torch.is_grad_enabled():
+            return self.eager(model, batch)
+        try:
+            return self.compiled(model, batch)
+        except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself raises, out of memory say
+            self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            return self.eager(model, batch)
+
+    @property
+    def report(self) -> str:
+        """The mode, or that it ran eagerly and why."""
+        return f"eagerly, since compiling failed: {self.failure}" if self.failure else self.mode
