@@ -159,8 +159,8 @@ def _settle(future: Future, work: Callable[[], object]) -> None:
 def use_attention(model: nn.Module, kind: str) -> None:
     """Choose how a Hugging Face model attends; without padding no causal mask exists as a tensor, but in `eager`.
 
-    `eager` is Hugging Face's own, with (T, T) matrices and mask, and `sdpa` its way to call the fused kernels. The others are torch's scaled_dot_product_attention:
-    by its `math`, memory-`efficient` or `flash` kernel, which raises RuntimeError where that does not exist, or by the
+    `eager` is Hugging Face's own, with (T, T) matrices and mask, and `sdpa` its way to call the fused kernels. The others
+    are torch's scaled_dot_product_attention: by its `math`, memory-`efficient` or `flash` kernel, which raises RuntimeError where that does not exist, or by the
     one that torch prefers (`auto`). Left to itself, transformers builds the mask as a tensor while it is traced (by
     torch.compile, or on fake tensors), which rules flash attention out.
     """
