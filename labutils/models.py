@@ -159,10 +159,10 @@ def _settle(future: Future, work: Callable[[], object]) -> None:
 def use_attention(model: nn.Module, kind: str) -> None:
     """Choose how a Hugging Face model attends; without padding no causal mask exists as a tensor, but in `eager`.
 
-    `eager` is Hugging Face's own, with (T, T) matrices and mask, and `sdpa` its way to call the fused kernels. The others
-    are torch's scaled_dot_product_attention: by its `math`, memory-`efficient` or `flash` kernel, which raises RuntimeError where that does not exist, or by the
-    one that torch prefers (`auto`). Left to itself, transformers builds the mask as a tensor while it is traced (by
-    torch.compile, or on fake tensors), which rules flash attention out.
+    `eager` is Hugging Face's own, with (T, T) matrices and mask; `sdpa` its own call of fused kernels. The others call
+    torch's scaled_dot_product_attention here: its `math`, memory-`efficient` or `flash` kernel, which raises
+    RuntimeError where it does not exist, or the one that torch prefers (`auto`). Under a tracer (torch.compile, or on
+    fake tensors) transformers' `sdpa` builds the mask as a tensor, which rules flash attention out.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask

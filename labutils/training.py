@@ -119,7 +119,11 @@ def to_device(batch: Any, where: torch.device) -> Any:
     """Return a batch with its tensors (itself, or a dict's values) on a device."""
     if isinstance(batch, dict):
         return {key: to_device(value, where) for key, value in batch.items()}
-    return batch.to(where, non_blocking=True) if isinstance(batch, torch.Tensor) else batch
+    if not isinstance(batch, torch.Tensor):
+        return batch
+    if where.type == "cuda" and not batch.is_cuda:
+        batch = batch.pin_memory()  # from pageable memory a copy cannot run beside the host
+    return batch.to(where, non_blocking=True)
 
 
 @torch.no_grad()
