@@ -80,8 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     labs = add("labs", _labs, "execute the notebooks on this machine; results go to runs/")
     labs.add_argument("notebook", nargs="*", help="some of them only")
     labs.add_argument("--in-place", action="store_true", help="for maintainers: write the outputs back, from a CPU run")
-    bench = add("bench", _bench, "compare labutils.train with a bare training loop on the same batches")
+    bench = add("bench", _bench, "compare the optimized config with what a user would write instead, in turns")
     bench.add_argument("--quick", action="store_true", help="few steps: tests the harness, not the speed")
+    bench.add_argument("--ablate", action="store_true", help="its switches instead, one taken back in each row")
+    bench.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="some arms only, for example plain ours")
+    bench.add_argument("--blocks", type=int, default=7, help="timed blocks of each arm (7)")
+    bench.add_argument("--steps", type=int, default=10, help="steps in a block (10)")
+    bench.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")
     return parser
 
 
@@ -282,6 +287,7 @@ def _labs(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from labutils.bench.loop_overhead import main as bench
+    overrides = parse_overrides(options.pairs)
+    from labutils.bench.main import main as bench
 
-    return bench(quick=options.quick)
+    return bench(options, overrides)

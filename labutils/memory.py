@@ -212,6 +212,13 @@ class _CpuPhases:
         return MemoryLedger(phases=phases, method=method, timeline=thinned(segments))
 
 
+def highest_rise(profile: torch.profiler.profile) -> int:
+    """Return how far the bytes in CPU tensors rose above those at the start of a profile with `profile_memory=True`."""
+    events = sorted(_trace_events(profile), key=lambda event: event["ts"])
+    changes = [e["args"]["Bytes"] for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
+    return int(np.cumsum([0, *changes]).max())
+
+
 def _trace_events(profile: torch.profiler.profile) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -218,6 +218,17 @@ def plain_compiled(config: Config, stream: Iterator[Batch], where: torch.device)
     return _bare_loop(model, torch.compile(model), config, stream, where)
 
 
+def ours_bare(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
+    """The course's model in the bare loop: what `labutils.train` costs over it."""
+    model, loss_fn = experiment.build_experiment_model(config, where), experiment.build_loss(config, where)
+    n_targets = config.micro_batch_size * (config.seq_len - 1)
+
+    def call(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return loss_fn(model, {"input_ids": ids, "labels": ids}) / n_targets
+
+    return _bare_loop(model, call, config, stream, where)
+
+
 def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
     """The course's model and `labutils.train`, with every switch of the config."""
     model = experiment.build_experiment_model(config, where)
@@ -235,4 +246,4 @@ def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[f
     return record.series.loss
 
 
-ARMS = {arm.__name__: arm for arm in (source, corrected, trainer, plain, plain_compiled, ours)}
+ARMS = {arm.__name__: arm for arm in (source, corrected, trainer, plain, plain_compiled, ours_bare, ours)}

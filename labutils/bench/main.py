@@ -1,0 +1,116 @@
+"""The commands of `python -m labutils bench`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from labutils import device, precision
+from labutils.bench.compare import Row, run, save, table
+from labutils.config import Config, load_config
+from labutils.predict import predict_memory
+from labutils.solver import needed_gib
+
+QUICK = {"warmup": 1, "blocks": 2, "steps": 2}
+NAMES = {
+    "source": "the source's loop, as written",
+    "corrected": "the same, corrected",
+    "trainer": "Hugging Face Trainer",
+    "plain": "plain GPT, bare loop",
+    "plain_compiled": "plain GPT, bare loop, compiled",
+    "ours_bare": "our model, bare loop",
+}
+# What the optimized config switches on, taken back one at a time; then what it leaves off.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "fp32 products": {"precision": "fp32"},
+    "tf32 products": {"precision": "tf32"},
+    "attention as transformers calls it": {"attention": "sdpa"},
+    "eager attention": {"attention": "eager"},
+    "gelu_new": {"activation": "gelu_new"},
+    "use_cache": {"use_cache": True},
+    "dropout 0.1": {"dropout": 0.1},
+    "AdamW foreach": {"optimizer_impl": "foreach"},
+    "AdamW for_loop": {"optimizer_impl": "for_loop"},
+    "vocabulary not padded": {"pad_vocab": False},
+    "whole loss": {"loss_chunk_tokens": 0},
+    "loss in chunks of 2048": {"loss_chunk_tokens": 2048},
+    "eager": {"compile": "off"},
+    "compile: default": {"compile": "default"},
+    "compile: reduce-overhead": {"compile": "reduce-overhead"},
+    "compile: max-autotune": {"compile": "max-autotune"},
+}
+
+
+def main(options: Any, overrides: dict[str, Any]) -> int:
+    """Compare the arms, or with `--ablate` the switches of the optimized config; print, save, return an exit code."""
+    where = device.choose_device()
+    config = benchmark_config(where, overrides)
+    rows = ablation_rows(config, where) if options.ablate else arm_rows(config, options.arms)
+    how = QUICK if options.quick else {"warmup": 10, "blocks": options.blocks, "steps": options.steps}
+    print(f"{device.device_name(where)}: {config.model}, {config.micro_batch_size} × {config.seq_len} tokens a step, {config.precision}; {how}")  # fmt: skip
+    run(rows, **how)
+    print(table(rows).to_string())
+    what = "ablation" if options.ablate else "arms"
+    path = save(rows, f"{what}-quick" if options.quick else what)
+    print(f"saved {path.name} and its figure in {path.parent}")
+    return 0 if any(row.facts for row in rows) else 1
+
+
+def benchmark_config(where: torch.device, overrides: dict[str, Any]) -> Config:
+    """Return the optimized config as it runs here: one micro-batch a step, a constant rate, compiled."""
+    values: dict[str, Any] = {"lr_schedule": "constant", "lr_warmup_steps": 0}
+    values |= {"compile": "reduce-overhead"} if where.type == "cpu" else {"seq_len": 1024}
+    values |= overrides
+    config = load_config("optimized", **values, name="optimized")
+    if where.type == "cuda" and "micro_batch_size" not in overrides:
+        config = config.model_copy(update={"micro_batch_size": _batch_that_fits(config)})
+    config = config.on(where.type)
+    has_bf16 = precision.support("bf16", where).ok
+    return config.model_copy(
+        update={
+            "precision": precision.without_choice(config.precision, has_bf16),
+            "tokens_per_step": config.micro_batch_size * config.seq_len,
+        }
+    )
+
+
+def _batch_that_fits(config: Config, arms: int = len(NAMES) + 1) -> int:
+    """Return the largest of 16, 8, … sequences with which all arms fit the free memory, the hungriest counted for each."""
+    free_gib = torch.cuda.mem_get_info()[0] / 2**30
+    hungry = {"precision": "fp32", "activation": "gelu_new", "dropout": 0.1, "loss_chunk_tokens": 0}
+    for size in (16, 8, 4, 2):
+        shape = {"micro_batch_size": size, "tokens_per_step": size * config.seq_len}
+        if arms * needed_gib(predict_memory(config.model_copy(update=hungry | shape), "this")) <= free_gib:
+            return size
+    return 1
+
+
+def arm_rows(config: Config, chosen: Sequence[str] = ()) -> list[Row]:
+    """Return a row for each arm, the course's own last; the Trainer needs accelerate."""
+    rows = [Row(name, arm, config) for arm, name in NAMES.items()]
+    if not find_spec("accelerate"):
+        next(row for row in rows if row.arm == "trainer").failed = "needs accelerate: pip install -e '.[bench]'"
+    if config.compile != "off":
+        rows.append(Row("optimized config, eager", "ours", config.model_copy(update={"compile": "off"})))
+    rows.append(Row(f"optimized config, compile {config.compile}", "ours", config))
+    unknown = set(chosen) - {row.arm for row in rows}
+    if unknown:
+        print(f"no such arm: {', '.join(sorted(unknown))}; there are: {', '.join([*NAMES, 'ours'])}", file=sys.stderr)
+    return [row for row in rows if not chosen or row.arm in chosen]
+
+
+def ablation_rows(config: Config, where: torch.device) -> list[Row]:
+    """Return one row for each switch that differs from the config and that this device has; the config itself last."""
+    rows = []
+    for name, changes in ABLATIONS.items():
+        if all(getattr(config, key) == value for key, value in changes.items()):
+            continue
+        row = Row(name, "ours", config.model_copy(update=changes))
+        answer = precision.support(row.config.precision, where)
+        row.failed = answer.reason if not answer.ok else ""
+        rows.append(row)
+    return [*rows, Row("optimized config", "ours", config)]

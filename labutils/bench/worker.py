@@ -1,0 +1,96 @@
+"""One arm in one process: `python -m labutils.bench.worker ARM CONFIG_JSON WARMUP BLOCKS STEPS`.
+
+It says a line of JSON for each thing that happened, and before each timed block waits for a line on stdin, so that the
+arms take turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from labutils import data, device, experiment, memory, precision
+from labutils.bench.arms import ARMS, Batch
+from labutils.config import Config
+from labutils.models import flops_per_token
+
+PEAK_STEPS = 2
+
+
+class Clock:
+    """Yields micro-batches and times them: warm-up, blocks of steps on command, a few steps for the peak on a CPU."""
+
+    def __init__(self, config: Config, where: torch.device, channel: Any) -> None:
+        self.config, self.where, self.channel, self.peak_bytes = config, where, channel, 0
+
+    def say(self, **facts: Any) -> None:
+        print(json.dumps(facts), file=self.channel, flush=True)
+
+    def batches(self, warmup: int, blocks: int, steps: int) -> Iterator[Batch]:
+        """Yield `warmup` batches, then `steps` for each block. A request for the next batch ends the step before."""
+        tokens = self.config.micro_batch_size * self.config.seq_len
+        corpus = experiment.build_corpus(self.config.model_copy(update={"steps": warmup + blocks * steps + PEAK_STEPS}))
+        stream = data.batches(corpus.split(self.config.seq_len)[0], self.config.micro_batch_size, self.config.seed)
+        begun = time.perf_counter()
+        yield from (next(stream) for _ in range(warmup))
+        self.synchronize()
+        self.say(warm_s=time.perf_counter() - begun)
+        if self.where.type == "cuda":
+            memory.free_memory()
+        for _ in range(blocks):
+            if not sys.stdin.readline():
+                raise SystemExit("the benchmark is gone")
+            start = time.perf_counter()
+            yield from (next(stream) for _ in range(steps))
+            self.synchronize()
+            self.say(tokens_per_s=tokens * steps / (time.perf_counter() - start))
+        if self.where.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+        else:
+            before = memory.tensor_bytes(_floating_tensors())
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+                yield from (next(stream) for _ in range(PEAK_STEPS))
+            self.peak_bytes = before + memory.highest_rise(profile)
+
+    def synchronize(self) -> None:
+        if self.where.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _floating_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    plain = (
+        o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)
+    )  # the compiler's have no data
+    return [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
+
+
+def main(arm: str, config_json: str, *numbers: str) -> None:
+    """Run one arm and say how it went. What it prints itself goes to stderr."""
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    where, config = device.choose_device(), Config.model_validate_json(config_json)
+    clock = Clock(config, where, channel)
+    losses = ARMS[arm](config, clock.batches(*map(int, numbers)), where)
+    facts = {"losses": losses, "peak_bytes": clock.peak_bytes}
+    if arm == "ours":
+        model = experiment.float32_model(config)
+        flops, source = precision.peak_rate(config.precision, where)
+        dtype, n = precision.COMPUTE_DTYPE[config.precision], 8192 if where.type == "cuda" else 1024
+        with precision.tf32(config.precision == "tf32"):
+            product = precision.matmul_rate(dtype, where, n)
+        facts |= {"flops_per_token": flops_per_token(model, config.seq_len), "peak_flops": flops, "peak": source}
+        facts |= {"product_flops": product, "product": f"a {n}² product in {dtype}".replace("torch.", "")}
+    clock.say(**facts, environment=device.environment(where))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
