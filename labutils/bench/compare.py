@@ -44,7 +44,8 @@ class Row:
 
 class _Process:
     def __init__(self, row: Row, warmup: int, blocks: int, steps: int) -> None:
-        self.row, self.errors = row, tempfile.TemporaryFile()
+        self.row = row
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         numbers = [str(n) for n in (warmup, blocks, steps)]
         command = [sys.executable, "-m", "labutils.bench.worker", row.arm, row.config.model_dump_json(), *numbers]
         self.process = subprocess.Popen(
@@ -91,7 +92,9 @@ def run(rows: Sequence[Row], *, warmup: int = 10, blocks: int = 7, steps: int = 
                 if heard := process.hear():
                     process.row.tokens_per_s.append(heard["tokens_per_s"])
                 bar.update()
+        bar.set_description("memory")
         for process in (p for p in processes if not p.row.failed):
+            process.go()
             process.row.facts = process.hear()
     finally:
         bar.close()
@@ -140,7 +143,8 @@ def figure(rows: Sequence[Row], path: Path) -> None:
     for y, row in enumerate(done):
         axes[0].plot(row.tokens_per_s, [y] * len(row.tokens_per_s), "|", color=SKY, ms=14)
         axes[0].plot(statistics.median(row.tokens_per_s), y, "o", color=BLUE)
-        axes[0].annotate(f"{statistics.median(row.tokens_per_s):,.0f}", (max(row.tokens_per_s), y), xytext=(6, -4), textcoords="offset points")  # fmt: skip
+        label = f"{statistics.median(row.tokens_per_s):,.0f}"
+        axes[0].annotate(label, (max(row.tokens_per_s), y), xytext=(6, -4), textcoords="offset points")
     bars = axes[1].barh(range(len(done)), [row.facts["peak_bytes"] / MIB for row in done], color=SKY, edgecolor=BLACK)
     axes[1].bar_label(bars, fmt="{:,.1f}", padding=3)
     axes[0].set_yticks(range(len(done)), [row.name for row in done])

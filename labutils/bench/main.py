@@ -51,7 +51,8 @@ def main(options: Any, overrides: dict[str, Any]) -> int:
     config = benchmark_config(where, overrides)
     rows = ablation_rows(config, where) if options.ablate else arm_rows(config, options.arms)
     how = QUICK if options.quick else {"warmup": 10, "blocks": options.blocks, "steps": options.steps}
-    print(f"{device.device_name(where)}: {config.model}, {config.micro_batch_size} × {config.seq_len} tokens a step, {config.precision}; {how}")  # fmt: skip
+    shape = f"{config.model}, {config.micro_batch_size} × {config.seq_len} tokens a step, {config.precision}"
+    print(f"{device.device_name(where)}: {shape}; {how}")
     run(rows, **how)
     print(table(rows).to_string())
     what = "ablation" if options.ablate else "arms"
@@ -79,7 +80,7 @@ def benchmark_config(where: torch.device, overrides: dict[str, Any]) -> Config:
 
 
 def _batch_that_fits(config: Config, arms: int = len(NAMES) + 1) -> int:
-    """Return the largest of 16, 8, … sequences with which all arms fit the free memory, the hungriest counted for each."""
+    """Return the largest of 16, 8, … sequences with which `arms` times the hungriest arm fits the free memory."""
     free_gib = torch.cuda.mem_get_info()[0] / 2**30
     hungry = {"precision": "fp32", "activation": "gelu_new", "dropout": 0.1, "loss_chunk_tokens": 0}
     for size in (16, 8, 4, 2):

@@ -45,12 +45,12 @@ class Clock:
         if self.where.type == "cuda":
             memory.free_memory()
         for _ in range(blocks):
-            if not sys.stdin.readline():
-                raise SystemExit("the benchmark is gone")
+            self.wait()
             start = time.perf_counter()
             yield from (next(stream) for _ in range(steps))
             self.synchronize()
             self.say(tokens_per_s=tokens * steps / (time.perf_counter() - start))
+        self.wait()  # what follows must not disturb the others' blocks
         if self.where.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated()
         else:
@@ -60,6 +60,10 @@ class Clock:
                 yield from (next(stream) for _ in range(PEAK_STEPS))
             self.peak_bytes = before + memory.highest_rise(profile)
 
+    def wait(self) -> None:
+        if not sys.stdin.readline():
+            raise SystemExit("the benchmark is gone")
+
     def synchronize(self) -> None:
         if self.where.type == "cuda":
             torch.cuda.synchronize()
@@ -67,9 +71,7 @@ class Clock:
 
 def _floating_tensors() -> list[torch.Tensor]:
     gc.collect()
-    plain = (
-        o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)
-    )  # the compiler's have no data
+    plain = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))  # no compiler's fakes
     return [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
 
 
