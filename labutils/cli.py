@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = add("bench", _bench, "compare the optimized config with what a user would write instead, in turns")
     bench.add_argument("--quick", action="store_true", help="few steps: tests the harness, not the speed")
     bench.add_argument("--ablate", action="store_true", help="its switches instead, one taken back in each row")
-    bench.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="some arms only, for example plain ours")
+    bench.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="beside ours, these arms only")
     bench.add_argument("--blocks", type=int, default=7, help="timed blocks of each arm (7)")
     bench.add_argument("--steps", type=int, default=10, help="steps in a block (10)")
     bench.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")

@@ -1,7 +1,7 @@
 """What the benchmark compares: the same tokens, weights and precision in several ways to write the training.
 
-An arm is a function `arm(config, stream, where)`: it trains on the micro-batches of `stream`, one optimizer step each,
-until the stream ends, and returns the loss of each step, a mean over targets. The stream keeps the time (`worker`).
+An arm is a function `arm(config, stream, where)`: it trains on the micro-batches of `stream`, one optimizer
+step each, at most `config.steps`, and returns the loss of each step, a mean over targets. The stream keeps the time (`worker`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from labutils.config import Config
 from labutils.training import to_device, train
 
 Batch = dict[str, torch.Tensor]
-LOGGING_STEPS = 10
+LOGGING_STEPS = 5
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -106,7 +106,7 @@ def trainer(config: Config, stream: Iterator[Batch], where: torch.device) -> lis
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
-            max_steps=10**9,
+            max_steps=config.steps,
             learning_rate=config.learning_rate,
             lr_scheduler_type="constant",
             max_grad_norm=config.max_grad_norm,
@@ -237,7 +237,7 @@ def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[f
         stream,
         experiment.build_loss(config, where),
         experiment.build_optimizer(model, config),
-        steps=10**9,
+        steps=config.steps,
         precision_name=config.precision,
         scaler=precision.grad_scaler(config.precision, where, config.init_scale, config.growth_interval),
         max_grad_norm=config.max_grad_norm,

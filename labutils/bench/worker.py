@@ -36,7 +36,7 @@ class Clock:
     def batches(self, warmup: int, blocks: int, steps: int) -> Iterator[Batch]:
         """Yield `warmup` batches, then `steps` for each block. A request for the next batch ends the step before."""
         tokens = self.config.micro_batch_size * self.config.seq_len
-        corpus = experiment.build_corpus(self.config.model_copy(update={"steps": warmup + blocks * steps + PEAK_STEPS}))
+        corpus = experiment.build_corpus(self.config)
         stream = data.batches(corpus.split(self.config.seq_len)[0], self.config.micro_batch_size, self.config.seed)
         begun = time.perf_counter()
         yield from (next(stream) for _ in range(warmup))
@@ -52,6 +52,7 @@ class Clock:
             self.say(tokens_per_s=tokens * steps / (time.perf_counter() - start))
         self.wait()  # what follows must not disturb the others' blocks
         if self.where.type == "cuda":
+            yield from (next(stream) for _ in range(PEAK_STEPS))
             self.peak_bytes = torch.cuda.max_memory_allocated()
         else:
             before = memory.tensor_bytes(_floating_tensors())
@@ -80,8 +81,10 @@ def main(arm: str, config_json: str, *numbers: str) -> None:
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     where, config = device.choose_device(), Config.model_validate_json(config_json)
-    clock = Clock(config, where, channel)
-    losses = ARMS[arm](config, clock.batches(*map(int, numbers)), where)
+    warmup, blocks, steps = map(int, numbers)
+    config = config.model_copy(update={"steps": warmup + blocks * steps + PEAK_STEPS + 1})
+    clock = Clock(config, where, channel)  # one step more than there are batches: the end must be asked for
+    losses = ARMS[arm](config, clock.batches(warmup, blocks, steps), where)
     facts = {"losses": losses, "peak_bytes": clock.peak_bytes}
     if arm == "ours":
         model = experiment.float32_model(config)
