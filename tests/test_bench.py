@@ -1,27 +1,96 @@
 from __future__ import annotations
 
+import json
+
+import pytest
 import torch
 
 import labutils as lab
-from labutils.bench.loop_overhead import bare_steps, main
-from tests.test_training import flat
+from labutils.bench import arms, compare
+from labutils.bench import main as bench
+from labutils.cli import main
+from tests.helpers import CPU
+
+SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
 
 
-def test_quick_bench_runs_and_reports_both_loops(capsys):
-    assert main(quick=True) == 0
+@pytest.fixture(scope="module")
+def config():
+    return lab.load_config("optimized", **SMALL, lr_schedule="constant", lr_warmup_steps=0, steps=4).on("cpu")
+
+
+def stream(config):
+    """Four micro-batches, then the end."""
+    batches = lab.batches(lab.load_corpus(min_tokens=20_000).split(config.seq_len)[0], config.micro_batch_size, 0)
+    return (next(batches) for _ in range(4))
+
+
+def test_the_plain_gpt_is_the_same_function_with_the_same_gradients(config):
+    batch = next(stream(config))
+    plain, ours = arms.PlainGPT(config), lab.build_model(dropout=0.0, seed=config.seed, pad_vocab=True)
+    targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    loss = plain(batch["input_ids"], targets)
+    expected = lab.lm_loss_sum(ours, batch) / lab.count_targets(batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward(), expected.backward()
+    torch.testing.assert_close(plain.tokens.weight.grad, ours.transformer.wte.weight.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        plain.blocks[1].up.weight.grad, ours.transformer.h[1].mlp.c_fc.weight.grad.T, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_arms_without_dropout_train_alike(config):
+    expected = arms.ours(config, stream(config), CPU)
+    assert len(expected) == 4 and expected[-1] < expected[0]
+    for arm in (arms.plain, arms.ours_bare):
+        assert arm(config, stream(config), CPU) == pytest.approx(expected, abs=0.01)  # other weight decay
+    for arm in (arms.source, arms.corrected):  # Hugging Face's defaults drop out a tenth
+        found = arm(config, stream(config), CPU)
+        assert found[0] == pytest.approx(expected[0], abs=0.05)
+
+
+def test_an_unpadded_model_gets_the_first_rows_of_the_padded_weights(config):
+    padded = arms.initial_weights(config)["transformer.wte.weight"]
+    assert torch.equal(arms.hugging_faces_model(config, CPU).transformer.wte.weight, padded[:2048])
+
+
+def test_quick_bench_from_the_command_line(runs, capsys):
+    small = [f"--set={key}={value}" for key, value in SMALL.items()]
+    assert main(["bench", "--quick", "--arms", "plain", *small, "--set=compile=off"]) == 0
     printed = capsys.readouterr().out
-    assert "bare ten-line loop" in printed and "ratio: median" in printed
+    assert "plain GPT, bare loop" in printed and "optimized config" in printed
+    (path,) = runs.glob("bench-arms-quick-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["plain", "ours"]
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    for row in rows:
+        assert len(row["tokens_per_s"]) == bench.QUICK["blocks"] and min(row["tokens_per_s"]) > 0
+        assert len(row["losses"]) == 2 + 2 * 4 + 2
+        assert 2**20 < row["peak_bytes"] < 2**30
+    n_params = sum(p.numel() for p in lab.build_model().parameters())
+    assert rows[1]["peak_bytes"] > 12 * n_params  # weights and two moments
+    assert rows[1]["environment"]["device"]
 
 
-def test_both_arms_do_the_same_work():
-    weights = []
-    for bare in (True, False):
-        model = lab.build_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        stream = lab.batches(lab.load_corpus().split(32)[0], 2, 0)
-        if bare:
-            bare_steps(model, (next(stream) for _ in range(3)), optimizer, 1.0)
-        else:
-            lab.train(model, stream, lab.lm_loss_sum, optimizer, steps=3, max_grad_norm=1.0, progress=False)
-        weights.append(flat(model))
-    assert torch.allclose(*weights, atol=1e-7)
+def test_an_arm_that_fails_is_a_row_with_its_reason(config):
+    rows = [
+        compare.Row("bad", "no_such_arm", config),
+        compare.Row("left out", "trainer", config, failed="needs accelerate"),
+        compare.Row("ours", "ours", config),
+    ]
+    compare.run(rows, warmup=1, blocks=1, steps=2, progress=False)
+    assert "no_such_arm" in rows[0].failed and rows[1].failed == "needs accelerate"
+    shown = compare.table(rows)["tokens/s"].tolist()
+    assert shown[0].startswith("not run: KeyError") and shown[1] == "not run: needs accelerate"
+    assert float(shown[2].replace(",", "")) > 0
+
+
+def test_ablation_changes_one_switch_a_row_and_leaves_out_what_the_device_lacks(config):
+    rows = bench.ablation_rows(config, CPU)
+    assert rows[-1].config == config
+    for row in rows[:-1]:
+        differing = [key for key in type(config).model_fields if getattr(row.config, key) != getattr(config, key)]
+        assert len(differing) == 1, row.name
+    assert "Ampere" in next(row.failed for row in rows if row.config.precision == "tf32")
+    for changes in bench.ABLATIONS.values():
+        assert set(changes) <= set(type(config).model_fields)

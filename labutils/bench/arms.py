@@ -1,7 +1,8 @@
 """What the benchmark compares: the same tokens, weights and precision in several ways to write the training.
 
 An arm is a function `arm(config, stream, where)`: it trains on the micro-batches of `stream`, one optimizer
-step each, at most `config.steps`, and returns the loss of each step, a mean over targets. The stream keeps the time (`worker`).
+step each, at most `config.steps`, and returns the loss of each step, a mean over targets. The stream keeps the time
+(`worker`).
 """
 
 from __future__ import annotations

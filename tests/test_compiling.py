@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils import compiling
+from labutils.compiling import CompiledLoss
+from tests.helpers import CPU
+
+
+def batch():
+    return dict.fromkeys(("input_ids", "labels"), torch.arange(48).view(2, 24))
+
+
+def loss_and_gradient(loss_fn):
+    model = lab.build_model(n_layer=1, dropout=0.0, activation="gelu_tanh", pad_vocab=True)
+    loss = loss_fn(model, batch())
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
+    compiled = CompiledLoss(partial(lab.lm_loss_sum, chunk_tokens=16), mode, CPU)
+    loss, gradient = loss_and_gradient(compiled)
+    assert compiled.report == mode, "nothing was compiled"
+    expected, expected_gradient = loss_and_gradient(lab.lm_loss_sum)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=2e-5)
+
+
+def test_without_a_compiler_the_loss_is_eager_and_says_why(monkeypatch):
+    def fails(*_):
+        raise torch._dynamo.exc.BackendCompilerFailed(None, RuntimeError("no C++ compiler found"), None)
+
+    compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
+    monkeypatch.setattr(compiled, "compiled", fails)
+    assert loss_and_gradient(compiled)[0] == loss_and_gradient(lab.lm_loss_sum)[0]
+    assert compiled.report.startswith("eagerly, since compiling failed: BackendCompilerFailed")
+
+
+def test_a_missing_compiler_is_what_torch_reports_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else what another run compiled is found
+    torch.compiler.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
+        assert loss_and_gradient(compiled)[0] == loss_and_gradient(lab.lm_loss_sum)[0]
+    assert "eagerly" in compiled.report
+    torch.compiler.reset()
+
+
+def test_what_the_model_raises_is_not_hidden():
+    def broken(model, batch):
+        raise MemoryError("out of memory")
+
+    with pytest.raises(MemoryError):
+        CompiledLoss(broken, "default", CPU)(lab.build_model(n_layer=1), batch())
+
+
+def test_evaluation_is_eager():
+    compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
+    compiled.compiled = None
+    with torch.no_grad():
+        assert compiled(lab.build_model(n_layer=1), batch()) > 0
+
+
+def test_a_run_records_how_it_was_compiled(runs, monkeypatch):
+    monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: loss_fn)
+    small = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 2, "lr_warmup_steps": 0}
+    record = lab.run_experiment(lab.load_config("fp32", **small, compile="default"), progress=False)
+    assert record.environment["torch.compile"] == "default"
+    assert "torch.compile" not in lab.run_experiment(lab.load_config("fp32", **small), progress=False).environment
