@@ -96,13 +96,19 @@ def closed_form(config: Config) -> MemoryLedger:
     # 16-bit logits, their float32 copy, the log-softmax; in backward two gradients beside the log-softmax
     loss = (narrow if narrow < 4 else 0) + 4 + 4
     at_the_loss = standing | {LOGITS: 4 * logits, TEMPORARIES: max(8 * logits, again - 4 * logits)}
+    if config.loss_chunk_tokens:  # a chunk's logits, and the gradients of all it has seen: see models.ChunkedLoss
+        gradients = wide * vocab * width + narrow * tokens * width
+        loss_phase = standing | {LOGITS: gradients + (2 * narrow + 4) * logits}
+        at_the_loss = standing | {LOGITS: gradients, TEMPORARIES: again}
+    else:
+        loss_phase = standing | {LOGITS: loss * logits}
     gradients_alone = standing | {GRADIENTS: wide * n, ACTIVATIONS: 0, CAST_WEIGHTS: 0}
     # the tied embedding's gradient comes in two parts, through a third
     at_the_embedding = gradients_alone | {TEMPORARIES: 2 * wide * vocab * width}
     foreach = wide * n if config.optimizer_impl == "foreach" else 0
     phases = {
         "forward": standing,
-        "loss": standing | {LOGITS: loss * logits},
+        "loss": loss_phase,
         "backward": max(at_the_loss, at_the_embedding, key=lambda parts: sum(parts.values())),
         "optimizer": gradients_alone | {TEMPORARIES: foreach},
     }

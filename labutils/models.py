@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from labutils import checkpointing
 from labutils.data import IGNORED
@@ -195,7 +194,7 @@ def lm_loss_sum(model: nn.Module, batch: dict[str, torch.Tensor], chunk_tokens: 
 
     Labels are shifted here: position t is scored on token t + 1. A sum, not a mean, so that micro-batches of unequal
     lengths can be added and divided once by the total number of targets (transformers pull request 34191).
-    With `chunk_tokens`, at most so many rows of logits exist at a time; they are computed again in the backward pass.
+    With `chunk_tokens`, at most so many rows of logits exist at a time: see `ChunkedLoss`.
     """
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch.get("attention_mask")}
     targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()  # (B·T,); the last position has none
@@ -203,11 +202,50 @@ def lm_loss_sum(model: nn.Module, batch: dict[str, torch.Tensor], chunk_tokens: 
         return _loss_of_logits(model(**inputs).logits.flatten(0, 1), targets)
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)  # (B·T, width)
 
-    def piece(rows: torch.Tensor, some_targets: torch.Tensor) -> torch.Tensor:
-        return _loss_of_logits(model.lm_head(rows), some_targets)
-
+    if torch.is_grad_enabled():
+        return ChunkedLoss.apply(hidden, model.lm_head.weight, targets, chunk_tokens)
     pieces = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    return sum(checkpoint(piece, rows, some_targets, use_reentrant=False) for rows, some_targets in pieces)
+    return sum(_loss_of_logits(model.lm_head(rows), some_targets) for rows, some_targets in pieces)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Summed cross-entropy of `hidden @ weight.T`, in chunks of rows whose logits die before the next are computed.
+
+    The derivative of a row's loss by its logits is softmax minus one-hot: known as soon as the logits are. So each
+    chunk's gradients are computed at once, in the forward pass, and nothing is computed twice; backward multiplies
+    them by the derivative of what became of the loss. Kept in between are (N, width) and (vocabulary, width) numbers,
+    not (N, vocabulary). The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, 2410.10989).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk_tokens):
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        with torch.autocast(device, enabled=False):
+            x, w = hidden.to(dtype), weight.to(dtype)
+            d_hidden, d_weight = torch.empty_like(x), torch.zeros_like(weight)
+            loss = torch.zeros((), device=hidden.device)
+            pieces = (tensor.split(chunk_tokens) for tensor in (x, targets, d_hidden))
+            for rows, some_targets, d_rows in zip(*pieces, strict=True):
+                valid = some_targets != IGNORED
+                at = some_targets.clamp(min=0)[:, None]
+                logits = (rows @ w.T).float()  # (rows, vocabulary)
+                log_sum = logits.logsumexp(dim=1, keepdim=True)
+                loss += ((log_sum - logits.gather(1, at))[:, 0] * valid).sum()
+                d_logits = logits.sub_(log_sum).exp_()  # softmax, in place
+                d_logits.scatter_add_(1, at, torch.full_like(log_sum, -1.0)).mul_(valid[:, None])
+                d_logits = d_logits.to(dtype)
+                del logits
+                d_rows.copy_(d_logits @ w)
+                d_weight += d_logits.T @ rows
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.hidden_dtype = hidden.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden.to(ctx.hidden_dtype).mul_(gradient), d_weight.mul_(gradient), None, None
 
 
 def _loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

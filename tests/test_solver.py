@@ -56,7 +56,7 @@ def test_nothing_is_proposed_that_the_device_lacks():
 def test_recomputation_costs_a_third_of_the_flops_at_most():
     config = lab.load_config("fp32", model="gpt2-xl", seq_len=1024)
     assert 0.3 < time_cost(config, {"gradient_checkpointing": "block"}) < 1 / 3
-    assert time_cost(config, {"loss_chunk_tokens": 512}) < 0.03
+    assert time_cost(config, {"loss_chunk_tokens": 512}) == 0
     assert time_cost(config, {"micro_batch_size": 1}) > time_cost(config, {"micro_batch_size": 2}) > 0
 
 
