@@ -230,14 +230,15 @@ class ChunkedLoss(torch.autograd.Function):
                 valid = some_targets != IGNORED
                 at = some_targets.clamp(min=0)[:, None]
                 logits = (rows @ w.T).float()  # (rows, vocabulary)
-                log_sum = logits.logsumexp(dim=1, keepdim=True)
-                loss += ((log_sum - logits.gather(1, at))[:, 0] * valid).sum()
-                d_logits = logits.sub_(log_sum).exp_()  # softmax, in place
-                d_logits.scatter_add_(1, at, torch.full_like(log_sum, -1.0)).mul_(valid[:, None])
-                d_logits = d_logits.to(dtype)
-                del logits
+                picked, largest = logits.gather(1, at), logits.amax(dim=1, keepdim=True)
+                exponentials = logits.sub_(largest).exp_()  # in place: one such buffer is enough
+                total = exponentials.sum(dim=1, keepdim=True)
+                loss += ((total.log() + largest - picked)[:, 0] * valid).sum()
+                softmax = exponentials.div_(total)
+                d_logits = softmax.scatter_add_(1, at, torch.full_like(total, -1.0)).mul_(valid[:, None]).to(dtype)
+                del logits, exponentials, softmax
                 d_rows.copy_(d_logits @ w)
-                d_weight += d_logits.T @ rows
+                d_weight += (d_logits.T @ rows).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.hidden_dtype = hidden.dtype
         return loss
