@@ -105,6 +105,8 @@ def _run(options: argparse.Namespace) -> int:
     from labutils.models import WeightsUnavailable
     from labutils.precision import PrecisionUnsupported
 
+    if int(os.environ.get("RANK", 0)):  # of the processes that torchrun starts, the first one speaks
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
     try:
         device = setup()
         for repeat in range(options.repeat):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils import compiling, data, device, memory, models, precision
-from labutils.config import Config, load_config
+from labutils import compiling, data, device, distributed, memory, models, precision
+from labutils.config import Config, ConfigError, load_config
 from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id
 from labutils.training import LossFn, to_device, train
 
@@ -112,12 +113,21 @@ def run_experiment(
     Ctrl-C are outcomes in the record, and what was allocated is free again.
     """
     config = config if isinstance(config, Config) else load_config(config)
-    where = where or device.choose_device()
+    with distributed.process_group(where or device.choose_device()) as where:
+        return _run(config, where, repeat, rerun, progress and distributed.rank() == 0)
+
+
+def _run(config: Config, where: torch.device, repeat: int, rerun: bool, progress: bool) -> RunRecord:
     resolved = config.on(where.type)
     name = precision.without_choice(resolved.precision, precision.support("bf16", where).ok)
     resolved = resolved.model_copy(update={"precision": name})
     answer = precision.require(resolved.precision, where)
     steps = precision.steps_for(resolved.steps, answer)
+    if resolved.grad_accum_steps % distributed.world_size():
+        raise ConfigError(
+            f"{config.name}: `tokens_per_step`: {resolved.tokens_per_step} tokens are {resolved.grad_accum_steps} "
+            f"micro-batches, which {distributed.world_size()} processes cannot share equally"
+        )
     stream, held_out, corpus, per_epoch = build_batches(resolved)
     identity = dict(
         name=config.name,
@@ -158,6 +168,8 @@ def run_experiment(
     memory.free_memory()
     epochs = len(record.series.loss) * resolved.grad_accum_steps / per_epoch
     record = record.model_copy(update={**identity, "steps_planned": steps, "epochs": epochs})
+    if distributed.rank():
+        return record
     path = record.save()
     if record.outcome != "completed":
         print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
@@ -169,7 +181,8 @@ def run_experiment(
 def _environment(config: Config, where: torch.device) -> dict[str, str]:
     limit = config.memory_limit_gib if where.type == "cuda" else 0
     emulated = {"memory limit": f"{limit:g} GiB, emulated: of the allocator, without the context"} if limit else {}
-    return device.environment(where) | emulated
+    n = distributed.world_size()
+    return device.environment(where) | emulated | ({"processes": str(n)} if n > 1 else {})
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -183,6 +196,12 @@ def _train_and_measure(
 ) -> RunRecord:
     """Train, then measure one more step; everything allocated dies with this frame."""
     model = build_experiment_model(config, where)
+    n = distributed.world_size()
+    if n > 1:
+        stream = itertools.islice(stream, distributed.rank(), None, n)
+        torch.manual_seed(config.seed + distributed.rank())  # masks of their own; the weights are made already
+        if progress:
+            print(f"{config.name}: {distributed.traffic(model)}")
     optimizer = build_optimizer(model, config)
     scaler = precision.grad_scaler(config.precision, where, config.init_scale, config.growth_interval)
     loss_fn = build_loss(config, where)
@@ -194,7 +213,7 @@ def _train_and_measure(
         loss_fn,
         optimizer,
         steps=steps,
-        grad_accum_steps=config.grad_accum_steps,
+        grad_accum_steps=config.grad_accum_steps // n,
         precision_name=config.precision,
         scaler=scaler,
         max_grad_norm=config.max_grad_norm,
@@ -210,7 +229,7 @@ def _train_and_measure(
         record = record.model_copy(update={"environment": record.environment | {"torch.compile": loss_fn.report}})
     if record.outcome != "completed":
         return record
-    micro_batches = [to_device(next(stream), where) for _ in range(config.grad_accum_steps)]
+    micro_batches = [to_device(next(stream), where) for _ in range(config.grad_accum_steps // n)]
     try:
         with precision.tf32(config.precision == "tf32"):
             report = memory.measure_step(

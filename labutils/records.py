@@ -116,7 +116,7 @@ class RunRecord(_Part):
     def experiment(self) -> str:
         """Equal for runs of the same experiment: config but for its note, code, corpus, device and versions."""
         config = {k: v for k, v in self.config.items() if k != "note"}
-        versions = {k: v for k, v in self.environment.items() if k != "commit"}
+        versions = {k: v for k, v in self.environment.items() if k not in ("commit", "torch.compile")}
         parts = [self.name, config, versions, self.corpus, self.code, self.steps_planned]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from labutils import device, models, precision
+from labutils import device, distributed, models, precision
 from labutils.records import RunRecord, Series, code_version, commit, new_id
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
@@ -44,6 +44,7 @@ def train(
     `loss_fn(model, micro_batch)` returns a loss *summed* over `count_targets(micro_batch)` targets: the sum over a
     step's micro-batches is divided once by their total, so the gradient is the full batch's whatever their lengths.
     `batches` yields micro-batches (tensors, or dicts of them), which are moved to the device here.
+    Under torchrun each process gets its own micro-batches, and the gradient is that of all of them together.
     `learning_rate_at(step)` sets every parameter group's rate; without it the optimizer's own rates stand.
 
     Ctrl-C, and several non-finite losses in a row, end the run early: the record has the steps so far, `outcome` says
@@ -56,6 +57,7 @@ def train(
     stream, log, held_out_losses = iter(batches), _StepLog(where), []
     outcome, reason, targets_per_step = "completed", "", 0
     one = torch.ones((), device=where)
+    replicas = distributed.Replicas(model, loss_fn)
     bar = tqdm(
         range(steps), desc=name, file=sys.stdout, mininterval=1, disable=not progress, unit="step", dynamic_ncols=False
     )
@@ -71,15 +73,17 @@ def train(
                 if not micro_batches:
                     reason = f"the batches ended after {step} of {steps} steps"
                     break
-                n_targets = sum(map(count_targets, micro_batches))
-                targets_per_step = targets_per_step or n_targets
+                n_targets = replicas.total(sum(map(count_targets, micro_batches)))
+                targets_per_step = targets_per_step or int(n_targets)
                 step_loss = torch.zeros((), device=where)
-                for micro_batch in micro_batches:
-                    with precision.autocast(precision_name, where):
-                        loss = loss_fn(model, to_device(micro_batch, where)) / n_targets
-                    scaler.scale(loss).backward()
+                for i, micro_batch in enumerate(micro_batches, start=1):
+                    with replicas.accumulating(is_last=i == len(micro_batches)):
+                        with precision.autocast(precision_name, where):
+                            loss = replicas.loss(to_device(micro_batch, where)) / n_targets
+                        scaler.scale(loss * replicas.size).backward()  # the exchange takes the processes' mean
                     step_loss += loss.detach()
                     del loss  # it keeps the graph, and with it the logits, alive into the next forward pass
+                step_loss = replicas.total(step_loss)
                 scale = scaler.scale(one) if scaler.is_enabled() else one
                 scaler.unscale_(optimizer)
                 grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm) if max_grad_norm else one * math.nan
