@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.bench import arms, compare
+from labutils.bench import arms, compare, gpu_suite
 from labutils.bench import main as bench
 from labutils.cli import main
 from tests.helpers import CPU
@@ -94,3 +94,32 @@ def test_ablation_changes_one_switch_a_row_and_leaves_out_what_the_device_lacks(
     assert "Ampere" in next(row.failed for row in rows if row.config.precision == "tf32")
     for changes in bench.ABLATIONS.values():
         assert set(changes) <= set(type(config).model_fields)
+
+
+def test_scale_measures_and_predicts_the_same_peak(runs, capsys):
+    assert main(["bench", "--scale", "--quick"]) == 0
+    (path,) = runs.glob("bench-scale-quick-*.json")
+    points = json.loads(path.read_text())["points"]
+    assert [(p["sweep"], p["value"]) for p in points] == [("batch", 1), ("batch", 2), ("length", 32), ("length", 64)]
+    for point in points:
+        assert point["predicted_bytes"] == pytest.approx(point["peak_bytes"], rel=0.005)
+        assert point["ms"] > 0 and point["flops"] > 0
+    assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_gpu_suite_without_a_gpu_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "--gpu-suite", str(tmp_path / "out")]) == 1
+    assert "doctor" in capsys.readouterr().err
+
+
+def test_a_part_is_stopped_at_its_time_and_resumed_only_if_unfinished(tmp_path, capsys):
+    python = [gpu_suite.PYTHON, "-c"]
+    leaves = "import os, pathlib; pathlib.Path(os.environ['LABUTILS_RUNS'], 'a.json').write_text('{\"x\": 1}')"
+    assert not gpu_suite.run_part(7, tmp_path, [[*python, leaves], [*python, "import time; time.sleep(60)"]], seconds=3)
+    assert not (tmp_path / "7-done.txt").exists()
+    assert "time is up" in (tmp_path / "7-log.txt").read_text()
+    assert json.loads((tmp_path / "7-records.json").read_text()) == [{"x": 1}]
+    assert gpu_suite.run_part(7, tmp_path, [[*python, "print('well')"]])
+    assert gpu_suite.run_part(7, tmp_path, [[*python, "raise SystemExit(1)"]])  # not run: it is done
+    assert "done before" in capsys.readouterr().out

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from labutils import device, precision
+from labutils.bench import gpu_suite, scale
 from labutils.bench.compare import Row, run, save, table
 from labutils.config import Config, load_config
 from labutils.predict import predict_memory
+from labutils.records import commit, new_id, runs_dir, write_atomically
 from labutils.solver import needed_gib
 
 QUICK = {"warmup": 2, "blocks": 2, "steps": 4}
@@ -47,7 +51,11 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 
 def main(options: Any, overrides: dict[str, Any]) -> int:
     """Compare the arms, or with `--ablate` the switches of the optimized config; print, save, return an exit code."""
+    if options.gpu_suite:
+        return gpu_suite.main(options.gpu_suite, options.part)
     where = device.choose_device()
+    if options.scale:
+        return _scale(where, overrides.get("precision", "bf16" if where.type == "cuda" else "fp32"), options.quick)
     config = benchmark_config(where, overrides)
     rows = ablation_rows(config, where) if options.ablate else arm_rows(config, options.arms)
     how = QUICK if options.quick else {"warmup": 10, "blocks": options.blocks, "steps": options.steps}
@@ -59,6 +67,21 @@ def main(options: Any, overrides: dict[str, Any]) -> int:
     path = save(rows, f"{what}-quick" if options.quick else what)
     print(f"saved {path.name} and its figure in {path.parent}")
     return 0 if any(row.facts for row in rows) else 1
+
+
+def _scale(where: torch.device, name: str, quick: bool) -> int:
+    """Measure how cost grows; print, save, return an exit code."""
+    chosen = scale.sweeps(where)
+    points = scale.run(where, name, {k: v[:2] for k, v in list(chosen.items())[:2]} if quick else chosen)
+    print(scale.table(points).to_string())
+    run_id, created = new_id()
+    path = runs_dir() / f"bench-scale{'-quick' if quick else ''}-{run_id}.json"
+    facts = {"what": "scale", "created": created, "commit": commit(), "precision": name}
+    facts |= {"environment": device.environment(where), "points": [asdict(point) for point in points]}
+    write_atomically(path, json.dumps(facts, indent=1).encode())
+    scale.figure(points, f"GPT-2, {name}, eager; measured on {device.device_name(where)}", path.with_suffix(".png"))
+    print(f"saved {path.name} and its figure in {path.parent}")
+    return 0
 
 
 def benchmark_config(where: torch.device, overrides: dict[str, Any]) -> Config:
