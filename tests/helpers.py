@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 REPO = Path(__file__).resolve().parent.parent
+slow = pytest.mark.slow
 CPU = torch.device("cpu")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import labutils as lab
 from labutils import compiling
 from labutils.compiling import CompiledLoss
-from tests.helpers import CPU
+from tests.helpers import CPU, slow
 
 
 def batch():
@@ -22,7 +23,8 @@ def loss_and_gradient(loss_fn):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler here")
+@pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=slow)])
 def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
     compiled = CompiledLoss(partial(lab.lm_loss_sum, chunk_tokens=16), mode, CPU)
     loss, gradient = loss_and_gradient(compiled)

@@ -10,7 +10,7 @@ import pytest
 
 import labutils as lab
 from labutils.records import find_runs
-from tests.helpers import REPO
+from tests.helpers import REPO, slow
 
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 512, "steps": 4, "lr_warmup_steps": 0}
 
@@ -25,7 +25,7 @@ def overrides(**changes) -> list[str]:
     return [f"--set={key}={value}" for key, value in (SMALL | changes).items()]
 
 
-@pytest.mark.parametrize(("n", "changes"), [(2, {}), (4, {"loss_chunk_tokens": 16})])
+@pytest.mark.parametrize(("n", "changes"), [(2, {"loss_chunk_tokens": 16}), pytest.param(4, {}, marks=slow)])
 def test_processes_together_train_like_one_with_the_same_global_batch(runs, n, changes):
     changes |= {"dropout": 0.0, "name": "together"}
     answer = torchrun(n, "-m", "labutils", "run", "fp32", *overrides(**changes))

@@ -8,6 +8,7 @@ from labutils.formula import MODEL_PARAMETERS, closed_form, n_parameters, static
 from labutils.models import SIZES
 from labutils.predict import predict_memory
 from labutils.solver import ROUGHLY
+from tests.helpers import slow
 
 
 @pytest.mark.parametrize("model", SIZES)
@@ -22,7 +23,9 @@ def test_published_sizes():
         assert n_parameters(model) == MODEL_PARAMETERS[name]
 
 
-@pytest.mark.parametrize(("batch", "seq_len"), [(1, 128), (4, 512), (16, 1024)])
+@pytest.mark.parametrize(
+    ("batch", "seq_len"), [pytest.param(1, 128, marks=slow), (4, 512), pytest.param(16, 1024, marks=slow)]
+)
 def test_closed_form_is_roughly_the_ledger(batch, seq_len):
     """Within an eighth, and never so far above it that the solver would discard what fits."""
     shape = {"seq_len": seq_len, "micro_batch_size": batch, "tokens_per_step": batch * seq_len}

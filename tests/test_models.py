@@ -12,7 +12,7 @@ import torch
 import labutils as lab
 from labutils.checkpointing import ATTENTION, BLOCKS_PER_UNIT
 from labutils.models import SIZES
-from tests.helpers import REPO
+from tests.helpers import REPO, slow
 
 
 @pytest.mark.parametrize(("name", "millions"), [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-xl", 1557.6)])
@@ -225,7 +225,7 @@ def test_random_weights_touch_no_network(monkeypatch):
     lab.build_model()
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://10.255.255.1"])
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", pytest.param("http://10.255.255.1", marks=slow)])
 def test_pretrained_without_a_hub_says_so_within_five_seconds(endpoint, tmp_path):
     code = (
         "import labutils as lab, time, transformers; from labutils.models import WeightsUnavailable; t = time.time()\n"

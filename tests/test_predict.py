@@ -18,7 +18,7 @@ from labutils.config import ConfigError
 from labutils.memory import ACTIVATIONS, CAST_WEIGHTS, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, TEMPORARIES
 from labutils.predict import CARDS, Sweep, predict_memory, predict_module, resolve, tracing_works
 from labutils.trace import CannotExtrapolate, Segment, Trace, cuda_rules, extrapolated
-from tests.helpers import CPU
+from tests.helpers import CPU, slow
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "dropout": 0.0}
 
@@ -42,7 +42,7 @@ def measured(config):
     )
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", pytest.param("for_loop", marks=slow)])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "pure_bf16"])
 def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, implementation):
@@ -86,7 +86,7 @@ def test_prediction_knows_the_switches_of_the_model(changes):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["fp32", pytest.param("bf16", marks=slow)])
 @pytest.mark.parametrize("policy", BLOCKS_PER_UNIT)
 def test_prediction_knows_every_checkpointing_policy(policy, name, dropout):
     shape = {"seq_len": 96, "micro_batch_size": 3, "tokens_per_step": 288, "dropout": dropout, "precision": name}
@@ -113,12 +113,14 @@ def test_offloaded_tensors_are_not_on_the_card():
         ("bf16", {}),
         ("bf16", {"gradient_checkpointing": "every_2"}),
         ("fp32", {"gradient_checkpointing": "every_3", "n_layer": 14}),
-        ("fp32", {"gradient_checkpointing": "every_4", "n_layer": 19}),
-        ("bf16", {"gradient_checkpointing": "selective"}),
-        ("fp32", {"gradient_checkpointing": "offload"}),
-        ("fp32", {"attention": "eager", "optimizer_impl": "foreach", "gradient_checkpointing": "block"}),
-        ("optimized", {"seq_len": 1024, "optimizer_impl": "for_loop"}),
-        ("bf16", {"model": "gpt2-medium", "tokens_per_step": 2048}),
+        pytest.param("fp32", {"gradient_checkpointing": "every_4", "n_layer": 19}, marks=slow),
+        pytest.param("bf16", {"gradient_checkpointing": "selective"}, marks=slow),
+        pytest.param("fp32", {"gradient_checkpointing": "offload"}, marks=slow),
+        pytest.param(
+            "fp32", {"attention": "eager", "optimizer_impl": "foreach", "gradient_checkpointing": "block"}, marks=slow
+        ),
+        pytest.param("optimized", {"seq_len": 1024, "optimizer_impl": "for_loop"}, marks=slow),
+        pytest.param("bf16", {"model": "gpt2-medium", "tokens_per_step": 2048}, marks=slow),
     ],
 )
 def test_two_and_three_layers_tell_about_all(monkeypatch, name, changes):
@@ -134,7 +136,10 @@ def test_two_and_three_layers_tell_about_all(monkeypatch, name, changes):
             assert extrapolated.phases[phase][category] == pytest.approx(n_bytes, abs=8192), (phase, category)
 
 
-@pytest.mark.parametrize(("name", "seq_len", "chunk"), [("fp32", 96, 0), ("optimized", 256, 128), ("fp32", 64, 64)])
+@pytest.mark.parametrize(
+    ("name", "seq_len", "chunk"),
+    [pytest.param("fp32", 96, 0, marks=slow), ("optimized", 256, 128), pytest.param("fp32", 64, 64, marks=slow)],
+)
 def test_two_and_three_sequences_tell_about_all(name, seq_len, chunk):
     config = lab.load_config(
         name,

@@ -5,6 +5,7 @@ import pytest
 import labutils as lab
 from labutils.predict import CONTEXT_GIB, predict_memory
 from labutils.solver import _candidates, fit, largest_micro_batch, needed_gib, time_cost
+from tests.helpers import slow
 
 SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048}
 
@@ -46,6 +47,7 @@ def test_where_nothing_fits_the_smallest_need_is_told():
     assert found.fits(needed_gib(found.ledger))
 
 
+@slow
 def test_nothing_is_proposed_that_the_device_lacks():
     config = lab.load_config("fp32", **SMALL)
     assert {c.get("precision") for c in _candidates(config, has_bf16=False)} == {None, "fp16"}

@@ -66,7 +66,10 @@ def sweeps(where: torch.device) -> dict[str, list[tuple[int, Shape]]]:
         base, sizes = (4, 128, 4, 128, 2048), ((1, 2, 4, 8, 16), (32, 64, 128, 256, 512))
         sizes += ((1, 2, 4, 8), (64, 128, 256, 512))
     found = {}
-    for i, (name, values) in enumerate(zip(("batch", "length", "layers", "width"), sizes, strict=True)):
+    sizes += (
+        ((50250, 50256, 50257, 50264, 50272, 50304),) if where.type == "cuda" else ((2040, 2041, 2044, 2047, 2048),)
+    )
+    for i, (name, values) in enumerate(zip(("batch", "length", "layers", "width", "vocabulary"), sizes, strict=True)):
         found[name] = [(value, Shape(*base[:i], value, *base[i + 1 :])) for value in values]
     return found
 
