@@ -10,9 +10,11 @@ import torch
 import labutils as lab
 from labutils import experiment, precision
 from labutils.checkpointing import BLOCKS_PER_UNIT
+from labutils.cli import main
 from labutils.memory import cuda_memory, tensor_bytes
 from labutils.predict import card_named
 from labutils.records import load_record, runs_dir
+from labutils.training import to_device
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -224,3 +226,29 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
     spread = 4 * (again - plain).norm() + 1e-6 * plain.norm()
     for policy in BLOCKS_PER_UNIT:
         assert (gradient(policy, "auto") - plain).norm() <= spread, policy
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
+    eager, compiled = (
+        lab.run_experiment(lab.load_config("optimized", **SMALL, compile=how), where=CUDA, progress=False)
+        for how in ("off", mode)
+    )
+    assert compiled.environment["torch.compile"] == mode
+    assert compiled.series.loss == pytest.approx(eager.series.loss, rel=0.01)
+
+
+def test_batches_go_through_pinned_memory():
+    batch = {"input_ids": torch.arange(8)}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        moved = to_device(batch, CUDA)
+        torch.cuda.synchronize()
+    assert moved["input_ids"].tolist() == list(range(8))
+    assert any("Pinned -> Device" in event.name for event in profile.events())
+
+
+def test_quick_bench_on_cuda(runs, capsys):
+    small = [f"--set={key}={value}" for key, value in SMALL.items() if key not in ("steps", "tokens_per_step")]
+    assert main(["bench", "--quick", "--arms", "source", "plain_compiled", *small]) == 0
+    printed = capsys.readouterr().out
+    assert "not run" not in printed, printed
