@@ -123,3 +123,9 @@ def test_a_part_is_stopped_at_its_time_and_resumed_only_if_unfinished(tmp_path, 
     assert gpu_suite.run_part(7, tmp_path, [[*python, "print('well')"]])
     assert gpu_suite.run_part(7, tmp_path, [[*python, "raise SystemExit(1)"]])  # not run: it is done
     assert "done before" in capsys.readouterr().out
+
+
+def test_any_batch_and_length_make_a_step_of_one_micro_batch():
+    found = bench.benchmark_config(CPU, {"micro_batch_size": 3, "seq_len": 40, "compile": "off"})
+    assert (found.tokens_per_step, found.compile, found.precision) == (120, "off", "fp32")
+    assert bench.benchmark_config(CPU, {"precision": "16bit"}).precision == "bf16"

@@ -86,29 +86,26 @@ def _scale(where: torch.device, name: str, quick: bool) -> int:
 
 def benchmark_config(where: torch.device, overrides: dict[str, Any]) -> Config:
     """Return the optimized config as it runs here: one micro-batch a step, a constant rate, compiled."""
-    values: dict[str, Any] = {"lr_schedule": "constant", "lr_warmup_steps": 0}
+    values: dict[str, Any] = {"name": "optimized", "lr_schedule": "constant", "lr_warmup_steps": 0}
     values |= {"compile": "reduce-overhead"} if where.type == "cpu" else {"seq_len": 1024}
     values |= overrides
-    config = load_config("optimized", **values, name="optimized")
+    own = load_config("optimized").on(where.type)
+    seq_len, size = values.get("seq_len", own.seq_len), values.get("micro_batch_size", own.micro_batch_size)
     if where.type == "cuda" and "micro_batch_size" not in overrides:
-        config = config.model_copy(update={"micro_batch_size": _batch_that_fits(config)})
-    config = config.on(where.type)
+        size = _batch_that_fits(values.get("model", own.model), seq_len)
+    values |= {"micro_batch_size": size, "tokens_per_step": size * seq_len}
+    config = load_config("optimized", **values).on(where.type)
     has_bf16 = precision.support("bf16", where).ok
-    return config.model_copy(
-        update={
-            "precision": precision.without_choice(config.precision, has_bf16),
-            "tokens_per_step": config.micro_batch_size * config.seq_len,
-        }
-    )
+    return config.model_copy(update={"precision": precision.without_choice(config.precision, has_bf16)})
 
 
-def _batch_that_fits(config: Config, arms: int = len(NAMES) + 1) -> int:
+def _batch_that_fits(model: str, seq_len: int, arms: int = len(NAMES) + 2) -> int:
     """Return the largest of 16, 8, … sequences with which `arms` times the hungriest arm fits the free memory."""
     free_gib = torch.cuda.mem_get_info()[0] / 2**30
-    hungry = {"precision": "fp32", "activation": "gelu_new", "dropout": 0.1, "loss_chunk_tokens": 0}
     for size in (16, 8, 4, 2):
-        shape = {"micro_batch_size": size, "tokens_per_step": size * config.seq_len}
-        if arms * needed_gib(predict_memory(config.model_copy(update=hungry | shape), "this")) <= free_gib:
+        shape = {"model": model, "seq_len": seq_len, "micro_batch_size": size, "tokens_per_step": size * seq_len}
+        hungriest = load_config("fp32", **shape, use_cache=True, optimizer_impl="foreach")
+        if arms * needed_gib(predict_memory(hungriest, "this", keep_outputs=True)) <= free_gib:
             return size
     return 1
 
