@@ -19,12 +19,14 @@ from labutils.records import REPO_DIR, write_atomically
 PART_SECONDS = 465
 PYTHON = sys.executable
 LABUTILS = [PYTHON, "-m", "labutils"]
+FEW = ["--blocks", "5", "--steps", "10"]
 PARTS: dict[int, list[list[str]]] = {
     1: [[PYTHON, "-m", "pytest", "-m", "gpu", "-q", "-rs", "tests"]],
     2: [
-        [*LABUTILS, "bench", "--blocks", "7", "--steps", "10"],
-        [*LABUTILS, "bench", "--blocks", "5", "--steps", "5", "--set", "model=gpt2-medium", "--arms", "plain_compiled"],
-        [*LABUTILS, "bench", "--ablate", "--blocks", "5", "--steps", "10"],
+        [*LABUTILS, "bench", *FEW, "--set", "micro_batch_size=16", "--arms", "source", "trainer", "plain_compiled"],
+        [*LABUTILS, "bench", *FEW, "--set", "model=gpt2-medium", "--arms", "plain_compiled"],
+        [*LABUTILS, "bench", *FEW],
+        [*LABUTILS, "bench", "--ablate", *FEW],
         [*LABUTILS, "bench", "--scale"],
     ],
     3: [[*LABUTILS, "labs"]],

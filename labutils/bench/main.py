@@ -99,13 +99,13 @@ def benchmark_config(where: torch.device, overrides: dict[str, Any]) -> Config:
     return config.model_copy(update={"precision": precision.without_choice(config.precision, has_bf16)})
 
 
-def _batch_that_fits(model: str, seq_len: int, arms: int = len(NAMES) + 2) -> int:
-    """Return the largest of 16, 8, … sequences with which `arms` times the hungriest arm fits the free memory."""
+def _batch_that_fits(model: str, seq_len: int) -> int:
+    """Return the largest of 16, 8, … sequences with which all arms fit the free memory: six times the hungriest one."""
     free_gib = torch.cuda.mem_get_info()[0] / 2**30
     for size in (16, 8, 4, 2):
         shape = {"model": model, "seq_len": seq_len, "micro_batch_size": size, "tokens_per_step": size * seq_len}
         hungriest = load_config("fp32", **shape, use_cache=True, optimizer_impl="foreach")
-        if arms * needed_gib(predict_memory(hungriest, "this", keep_outputs=True)) <= free_gib:
+        if 6 * needed_gib(predict_memory(hungriest, "this", keep_outputs=True)) <= free_gib:
             return size
     return 1
 
