@@ -88,7 +88,7 @@ def test_other_configs_mark_what_differs_from_fp32(name):
         ("tokens_per_step: 4096", "tokens_per_step: 5000", True, "nearest: 4096 or 6144"),
         ("tokens_per_step: 4096", "tokens_per_step: 100", True, "nearest: 2048"),
         ("lr_warmup_steps: 5", "lr_warmup_steps: 61", True, "61 warm-up steps in a run of 60 steps"),
-        ("seed: 0 ", "compile: default\nseed: 0 ", True, "`compile` is planned but not built yet"),
+        ("seed: 0 ", "save_every: 5\nseed: 0 ", True, "`save_every` is planned but not built yet"),
         ("gradient_checkpointing: none", "gradient_checkpointing: every_5", True, "Did you mean `every_4`?"),
         ("seed: 0 ", "overrides: 1\nseed: 0 ", True, "unknown key `overrides`"),
         ("seed: 0 ", "", False, "missing key `seed`"),
