@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -162,10 +163,10 @@ class _CpuPhases:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.span = model, optimizer, None
 
-    def recording(self) -> AbstractContextManager:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        self.profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
-        return self.profile
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with allocation_profile() as self.profile:
+            yield
 
     def begin(self, phase: str) -> None:
         self.end()
@@ -210,6 +211,16 @@ class _CpuPhases:
                 phases[phase] = dict(zip(self.CATEGORIES, peak.tolist(), strict=True))
         method = "CPU allocator events (torch.profiler)"
         return MemoryLedger(phases=phases, method=method, timeline=thinned(segments))
+
+
+@contextmanager
+def allocation_profile() -> Iterator[torch.profiler.profile]:
+    """Record the CPU allocator's events inside; read them when it has ended."""
+    with warnings.catch_warnings():
+        # torch 2.11 says that events of several cycles need acc_events=True; here is one, and parsing them takes longer
+        warnings.filterwarnings("ignore", message=r"(?s).*acc_events")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            yield profile
 
 
 def highest_rise(profile: torch.profiler.profile) -> int:

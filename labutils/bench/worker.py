@@ -56,8 +56,7 @@ class Clock:
             self.peak_bytes = torch.cuda.max_memory_allocated()
         else:
             before = memory.tensor_bytes(_floating_tensors())
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+            with memory.allocation_profile() as profile:
                 yield from (next(stream) for _ in range(PEAK_STEPS))
             self.peak_bytes = before + memory.highest_rise(profile)
 
