@@ -16,11 +16,17 @@ class CompiledLoss:
     Forward and backward pass become fused kernels, compiled at the first call (half a minute is normal). If that fails,
     for want of Triton on a GPU or of a C++ compiler on a CPU, this call and all later ones run `loss_fn` eagerly.
     Evaluation (no gradients) is eager: it would need kernels of its own. `mode`: `default`; `reduce-overhead`, which
-    spares launches (CUDA graphs on a GPU, a wrapper in C++ on a CPU); `max-autotune`, which tries several kernels.
+    spares launches (CUDA graphs on a GPU, a wrapper in C++ on a CPU); `max-autotune`, which tries several kernels, and
+    uses CUDA graphs too. With `accumulates` there are no graphs on a GPU.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor], mode: str, where: torch.device) -> None:
-        self.eager, self.mode, self.failure = loss_fn, mode, ""
+    def __init__(
+        self, loss_fn: Callable[[Any, Any], torch.Tensor], mode: str, where: torch.device, accumulates: bool = False
+    ) -> None:
+        self.eager, self.failure = loss_fn, ""
+        if accumulates and where.type == "cuda":  # a CUDA graph overwrites the gradients that its last run has left
+            mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
+        self.mode = mode
         how: dict[str, Any] = {} if mode == "default" else {"mode": mode}
         if mode == "reduce-overhead" and where.type == "cpu":
             how = {"options": {"cpp_wrapper": True}}

@@ -6,6 +6,7 @@ a step. In a single process everything here does nothing.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,21 +20,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 @contextmanager
 def process_group(where: torch.device) -> Iterator[torch.device]:
-    """Inside, the processes of a torchrun can talk; yields this one's device. Without torchrun: `where` itself.
+    """Let the processes of a torchrun talk, and yield this one's device. Without torchrun: `where` itself.
 
     Gloo on CPUs; NCCL on CUDA, where process number i takes card number i.
     """
-    if "LOCAL_RANK" not in os.environ:
+    if not dist.is_torchelastic_launched():
         yield where
         return
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(where)
-    dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
-    try:
-        yield where
-    finally:
-        dist.destroy_process_group()
+    if not dist.is_initialized():  # once for all runs of a process
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
+    yield where
 
 
 def world_size() -> int:

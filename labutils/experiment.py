@@ -48,7 +48,12 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 def build_loss(config: Config, where: torch.device) -> LossFn:
     """Return the config's loss, summed over targets: in chunks, compiled, or neither."""
     loss_fn = partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens)
-    return loss_fn if config.compile == compiling.OFF else compiling.CompiledLoss(loss_fn, config.compile, where)
+    accumulates = config.grad_accum_steps > distributed.world_size()
+    return (
+        loss_fn
+        if config.compile == compiling.OFF
+        else compiling.CompiledLoss(loss_fn, config.compile, where, accumulates)
+    )
 
 
 def build_corpus(config: Config) -> data.Corpus:
@@ -156,8 +161,8 @@ def _run(config: Config, where: torch.device, repeat: int, rerun: bool, progress
             record = _train_and_measure(resolved, where, steps, stream, held_out, progress)
         record = record.model_copy(update={"environment": record.environment | _environment(resolved, where)})
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
+        if not _is_out_of_memory(error) or distributed.world_size() > 1:
+            raise  # of several processes one that goes on alone would be waited for
         run_id, created = new_id()
         reason = (
             f"{str(error).splitlines()[0]} Ways out: a smaller micro_batch_size (tokens_per_step may stay), seq_len"
@@ -235,7 +240,7 @@ def _train_and_measure(
             report = memory.measure_step(
                 model,
                 micro_batches,
-                loss_fn,
+                getattr(loss_fn, "eager", loss_fn),  # compiled code has no hooks to tell phases by
                 optimizer,
                 autocast=partial(precision.autocast, config.precision, where),
                 scaler=scaler,
@@ -267,7 +272,7 @@ def _timing(step_ms: list[float], flops_per_token: float, config: Config, where:
         median_step_ms=median,
         spread=spread,
         tokens_per_s=tokens_per_s,
-        mfu=flops_per_token * tokens_per_s / rate,
+        mfu=flops_per_token * tokens_per_s / rate / distributed.world_size(),
         mfu_denominator=denominator,
     )
 

@@ -19,6 +19,7 @@ from labutils import checkpointing
 from labutils.data import IGNORED
 
 GPT2_VOCAB = 50257
+FP16_ENLARGED = 64.0
 SIZES = {  # layers, heads, width, vocabulary
     "gpt2-nano": (4, 4, 128, 2048),
     "gpt2": (12, 12, 768, GPT2_VOCAB),
@@ -214,16 +215,18 @@ class ChunkedLoss(torch.autograd.Function):
     The derivative of a row's loss by its logits is softmax minus one-hot: known as soon as the logits are. So each
     chunk's gradients are computed at once, in the forward pass, and nothing is computed twice; backward multiplies
     them by the derivative of what became of the loss. Kept in between are (N, width) and (vocabulary, width) numbers,
-    not (N, vocabulary). The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, 2410.10989).
+    not (N, vocabulary). In FP16 the gradients by logits are enlarged by a constant, or small ones would be lost before
+    any loss scale comes. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, 2410.10989).
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk_tokens):
-        device = hidden.device.type
+        device, needs_weight = hidden.device.type, ctx.needs_input_grad[1]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.enlarged = FP16_ENLARGED if dtype == torch.float16 else 1.0
         with torch.autocast(device, enabled=False):
             x, w = hidden.to(dtype), weight.to(dtype)
-            d_hidden, d_weight = torch.empty_like(x), torch.zeros_like(weight)
+            d_hidden, d_weight = torch.empty_like(x), torch.zeros_like(weight) if needs_weight else None
             loss = torch.zeros((), device=hidden.device)
             pieces = (tensor.split(chunk_tokens) for tensor in (x, targets, d_hidden))
             for rows, some_targets, d_rows in zip(*pieces, strict=True):
@@ -235,18 +238,23 @@ class ChunkedLoss(torch.autograd.Function):
                 total = exponentials.sum(dim=1, keepdim=True)
                 loss += ((total.log() + largest - picked)[:, 0] * valid).sum()
                 softmax = exponentials.div_(total)
-                d_logits = softmax.scatter_add_(1, at, torch.full_like(total, -1.0)).mul_(valid[:, None]).to(dtype)
+                d_logits = softmax.scatter_add_(1, at, torch.full_like(total, -1.0)).mul_(ctx.enlarged * valid[:, None])
+                d_logits = d_logits.to(dtype)
                 del logits, exponentials, softmax
                 d_rows.copy_(d_logits @ w)
-                d_weight += (d_logits.T @ rows).to(weight.dtype)
+                if needs_weight:
+                    d_weight += (d_logits.T @ rows).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.hidden_dtype = hidden.dtype
         return loss
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden.to(ctx.hidden_dtype).mul_(gradient), d_weight.mul_(gradient), None, None
+        gradient = gradient / ctx.enlarged
+        d_weight = d_weight.mul_(gradient) if d_weight is not None else None
+        return d_hidden.to(ctx.hidden_dtype).mul_(gradient), d_weight, None, None
 
 
 def _loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -113,19 +113,32 @@ def test_gpu_suite_without_a_gpu_says_so(tmp_path, capsys, monkeypatch):
     assert "doctor" in capsys.readouterr().err
 
 
-def test_a_part_is_stopped_at_its_time_and_resumed_only_if_unfinished(tmp_path, capsys):
-    python = [gpu_suite.PYTHON, "-c"]
+def test_a_part_is_stopped_at_its_time_and_only_what_is_unfinished_runs_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_suite.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
+    python, out = [gpu_suite.PYTHON, "-c"], tmp_path / "out"
+    out.mkdir()
     leaves = "import os, pathlib; pathlib.Path(os.environ['LABUTILS_RUNS'], 'a.json').write_text('{\"x\": 1}')"
-    assert not gpu_suite.run_part(7, tmp_path, [[*python, leaves], [*python, "import time; time.sleep(60)"]], seconds=3)
-    assert not (tmp_path / "7-done.txt").exists()
-    assert "time is up" in (tmp_path / "7-log.txt").read_text()
-    assert json.loads((tmp_path / "7-records.json").read_text()) == [{"x": 1}]
-    assert gpu_suite.run_part(7, tmp_path, [[*python, "print('well')"]])
-    assert gpu_suite.run_part(7, tmp_path, [[*python, "raise SystemExit(1)"]])  # not run: it is done
-    assert "done before" in capsys.readouterr().out
+    steps = {"leaves": [*python, leaves], "sleeps": [*python, "import time; time.sleep(60)"]}
+    assert not gpu_suite.run_part(7, out, steps, seconds=6)
+    assert "the time is up: SIGINT" in (out / "7-log.txt").read_text()
+    assert json.loads((out / "7-records.json").read_text()) == [{"x": 1}]
+    steps = {"leaves": [*python, "raise SystemExit(1)"], "sleeps": [*python, "print('well')"]}
+    assert gpu_suite.run_part(7, out, steps)  # the first is done, so it is not run
+    assert "leaves: done before" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {"7-log.txt", "7-records.json"}
 
 
 def test_any_batch_and_length_make_a_step_of_one_micro_batch():
     found = bench.benchmark_config(CPU, {"micro_batch_size": 3, "seq_len": 40, "compile": "off"})
     assert (found.tokens_per_step, found.compile, found.precision) == (120, "off", "fp32")
     assert bench.benchmark_config(CPU, {"precision": "16bit"}).precision == "bf16"
+
+
+def test_the_trainer_learns_what_the_others_do(config):
+    pytest.importorskip("accelerate")
+    few = config.model_copy(update={"steps": 11})
+    batches = lab.batches(lab.load_corpus(min_tokens=20_000).split(32)[0], 2, 0)
+    found = arms.trainer(few, (next(batches) for _ in range(10)), CPU)
+    batches = lab.batches(lab.load_corpus(min_tokens=20_000).split(32)[0], 2, 0)
+    expected = arms.corrected(few, (next(batches) for _ in range(10)), CPU)
+    assert found[-1] == pytest.approx(sum(expected[5:]) / 5, abs=0.05)  # dropout draws other masks

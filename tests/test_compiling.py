@@ -76,3 +76,10 @@ def test_a_run_records_how_it_was_compiled(runs, monkeypatch):
     record = lab.run_experiment(lab.load_config("fp32", **small, compile="default"), progress=False)
     assert record.environment["torch.compile"] == "default"
     assert "torch.compile" not in lab.run_experiment(lab.load_config("fp32", **small), progress=False).environment
+
+
+def test_cuda_graphs_are_left_out_where_gradients_accumulate():
+    cuda = torch.device("cuda")
+    assert CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda).mode == "reduce-overhead"
+    assert CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda, accumulates=True).mode == "default"
+    assert CompiledLoss(lab.lm_loss_sum, "max-autotune", cuda, True).mode == "max-autotune-no-cudagraphs"

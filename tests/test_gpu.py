@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,7 +102,7 @@ LEDGER_SHAPES = [
 
 @pytest.mark.parametrize(("model", "name", "block", "batch", "seq_len"), LEDGER_SHAPES)
 def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
-    """Within 5 % of `max_memory_allocated`; the row goes to `runs/ledger.csv`, the source of the reference table."""
+    """Within 5 % of `max_memory_allocated`; a row goes to the file LABUTILS_LEDGER, for the reference table."""
     if not lab.support(name, CUDA).ok:
         pytest.skip(lab.support(name, CUDA).reason)
     shape = {"seq_len": seq_len, "micro_batch_size": batch, "tokens_per_step": batch * seq_len}
@@ -128,7 +130,7 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
         )
     ratio = predicted.peak_bytes / measured.peak_bytes
     row = [model, name, block, batch, seq_len, predicted.peak_bytes, measured.peak_bytes, predicted.peak_phase]
-    with (runs_dir().parent / "ledger.csv").open("a") as file:
+    with Path(os.environ.get("LABUTILS_LEDGER", runs_dir() / "ledger.csv")).open("a") as file:
         print(*row, measured.peak_phase, torch.cuda.get_device_name(), torch.__version__, sep=",", file=file)
     assert ratio == pytest.approx(1, abs=0.05)
     ours = {phase: sum(parts.values()) for phase, parts in predicted.phases.items()}
@@ -234,7 +236,8 @@ def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
         lab.run_experiment(lab.load_config("optimized", **SMALL, compile=how), where=CUDA, progress=False)
         for how in ("off", mode)
     )
-    assert compiled.environment["torch.compile"] == mode
+    without_graphs = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # it accumulates
+    assert compiled.environment["torch.compile"] == without_graphs.get(mode, mode)
     assert compiled.series.loss == pytest.approx(eager.series.loss, rel=0.01)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import socket
 import subprocess
@@ -8,10 +9,11 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import labutils as lab
 from labutils.checkpointing import ATTENTION, BLOCKS_PER_UNIT
-from labutils.models import SIZES
+from labutils.models import SIZES, ChunkedLoss
 from tests.helpers import REPO, slow
 
 
@@ -60,7 +62,7 @@ def gradients(model, loss_fn, batch):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_chunked_loss_leaves_loss_and_gradients_unchanged(chunk_tokens, name):
     model = lab.build_model()
     ids = torch.randint(0, 2048, (2, 16))
@@ -71,6 +73,22 @@ def test_chunked_loss_leaves_loss_and_gradients_unchanged(chunk_tokens, name):
     # sums in another order; under autocast each chunk's gradient is rounded to 8 bits before they are added
     assert chunked == pytest.approx(whole, rel=1e-5)
     assert (found - expected).norm() < (1e-5 if name == "fp32" else 2e-2) * expected.norm()
+
+
+def test_chunked_loss_loses_no_small_gradient_in_fp16():
+    hidden, weight = torch.ones(1, 4, dtype=torch.float16, requires_grad=True), torch.zeros(4000, 4)
+    weight[0] = 3.5  # the others: e^-14 each, thirteen of the smallest FP16 numbers
+    weight = weight.half().requires_grad_()
+    ChunkedLoss.apply(hidden, weight, torch.tensor([0]), 8).backward(torch.tensor(1024.0))
+    others = 1024 * math.exp(-14) / (1 + 3999 * math.exp(-14))
+    assert weight.grad[1:].float().mean().item() == pytest.approx(others, rel=0.01)
+
+
+def test_chunked_loss_of_a_frozen_head_asks_for_no_gradient_of_it():
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
+    ChunkedLoss.apply(hidden, weight, torch.arange(6), 2).backward()
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, torch.arange(6), reduction="sum"), hidden)
+    torch.testing.assert_close(hidden.grad, expected)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -21,6 +21,7 @@ from labutils.training import to_device, train
 
 Batch = dict[str, torch.Tensor]
 LOGGING_STEPS = 5
+compiled_how = ""  # what the arm that ran in this process says of torch.compile
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -216,7 +217,9 @@ def plain(config: Config, stream: Iterator[Batch], where: torch.device) -> list[
 def plain_compiled(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
     """The same with torch.compile."""
     model = PlainGPT(config).to(where)
-    return _bare_loop(model, torch.compile(model), config, stream, where)
+    losses = _bare_loop(model, torch.compile(model), config, stream, where)
+    _note("default")
+    return losses
 
 
 def ours_bare(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
@@ -227,16 +230,18 @@ def ours_bare(config: Config, stream: Iterator[Batch], where: torch.device) -> l
     def call(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return loss_fn(model, {"input_ids": ids, "labels": ids}) / n_targets
 
-    return _bare_loop(model, call, config, stream, where)
+    losses = _bare_loop(model, call, config, stream, where)
+    _note(getattr(loss_fn, "report", ""))
+    return losses
 
 
 def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
     """The course's model and `labutils.train`, with every switch of the config."""
-    model = experiment.build_experiment_model(config, where)
+    model, loss_fn = experiment.build_experiment_model(config, where), experiment.build_loss(config, where)
     record = train(
         model,
         stream,
-        experiment.build_loss(config, where),
+        loss_fn,
         experiment.build_optimizer(model, config),
         steps=config.steps,
         precision_name=config.precision,
@@ -244,7 +249,13 @@ def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[f
         max_grad_norm=config.max_grad_norm,
         progress=False,
     )
+    _note(getattr(loss_fn, "report", ""))
     return record.series.loss
+
+
+def _note(report: str) -> None:
+    global compiled_how
+    compiled_how = report
 
 
 ARMS = {arm.__name__: arm for arm in (source, corrected, trainer, plain, plain_compiled, ours_bare, ours)}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,16 @@ class _Process:
         return {}
 
     def go(self) -> None:
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
+        with suppress(OSError):  # it has died; `hear` will say of what
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.errors):
-            stream.close()
+            with suppress(OSError):
+                stream.close()
 
 
 def run(rows: Sequence[Row], *, warmup: int = 10, blocks: int = 7, steps: int = 10, progress: bool = True) -> None:
@@ -126,8 +129,10 @@ def table(rows: Sequence[Row]):
             pairs = zip(ours.tokens_per_s, row.tokens_per_s, strict=True)
             line["last row is × faster"] = f"{statistics.median(a / b for a, b in pairs):.3f}"
             needed = rate * ours.facts["flops_per_token"]
-            line["MFU % of peak"] = f"{100 * needed / ours.facts['peak_flops']:.1f}"
-            line["of product"] = f"{100 * needed / ours.facts['product_flops']:.1f}"
+            facts = row.facts if "peak_flops" in row.facts else ours.facts  # an ablation may have another precision
+            line["MFU % of peak"] = f"{100 * needed / facts['peak_flops']:.1f}"
+            line["of product"] = f"{100 * needed / facts['product_flops']:.1f}"
+        line["compiled"] = row.facts.get("compiled", "")
         lines.append(line)
     return pd.DataFrame(lines).set_index("arm").fillna("")
 

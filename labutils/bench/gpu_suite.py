@@ -1,7 +1,7 @@
 """Everything that only a GPU shows, in three parts: `python -m labutils bench --gpu-suite OUT`.
 
-Each part ends within eight minutes, whatever state it is in then, and writes at most three small files into OUT. A part
-whose `N-done.txt` is there is not run again, so the command can be given once or in pieces (`--part N`).
+A part stops after less than eight minutes and is resumed by giving the command again: a step that has ended well is not
+run twice. Into OUT go a log and at most two small files a part; all else stays in a temporary folder.
 """
 
 from __future__ import annotations
@@ -9,72 +9,87 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from labutils.records import REPO_DIR, write_atomically
 
 PART_SECONDS = 465
+LEAST_SECONDS = 45  # with less time left a step is not begun
 PYTHON = sys.executable
-LABUTILS = [PYTHON, "-m", "labutils"]
-FEW = ["--blocks", "5", "--steps", "10"]
-PARTS: dict[int, list[list[str]]] = {
-    1: [[PYTHON, "-m", "pytest", "-m", "gpu", "-q", "-rs", "tests"]],
-    2: [
-        [*LABUTILS, "bench", *FEW, "--set", "micro_batch_size=16", "--arms", "source", "trainer", "plain_compiled"],
-        [*LABUTILS, "bench", *FEW, "--set", "model=gpt2-medium", "--arms", "plain_compiled"],
-        [*LABUTILS, "bench", *FEW],
-        [*LABUTILS, "bench", "--ablate", *FEW],
-        [*LABUTILS, "bench", "--scale"],
-    ],
-    3: [[*LABUTILS, "labs"]],
+BENCH = [PYTHON, "-m", "labutils", "bench", "--blocks", "5", "--steps", "10"]
+PARTS: dict[int, dict[str, list[str]]] = {
+    1: {"tests": [PYTHON, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "tests"]},
+    2: {
+        "target": [*BENCH, "--set", "micro_batch_size=16", "--arms", "source", "trainer", "plain_compiled"],
+        "medium": [*BENCH, "--set", "model=gpt2-medium", "--arms", "plain_compiled"],
+        "arms": BENCH,
+        "ablation": [*BENCH, "--ablate"],
+        "scale": [PYTHON, "-m", "labutils", "bench", "--scale"],
+    },
+    3: {
+        stem[:2]: [PYTHON, "-m", "labutils", "labs", f"{stem}.ipynb"]
+        for stem in sorted(path.stem for path in REPO_DIR.glob("0*.ipynb"))
+    },
 }
 
 
-def run_part(part: int, out: Path, commands: list[list[str]], seconds: float = PART_SECONDS) -> bool:
-    """Run a part's commands until its time is up, collect what they left, and return whether all succeeded."""
-    runs, done = out / f"work-{part}" / "runs", out / f"{part}-done.txt"
-    if done.exists():
-        print(f"part {part}: done before; delete {done.name} to run it again")
-        return True
-    runs.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"LABUTILS_RUNS": str(runs), "PYTHONUNBUFFERED": "1"}
-    end, codes = time.monotonic() + seconds, []
-    with (out / f"{part}-log.txt").open("a", encoding="utf-8") as log:
-        for command in commands:
-            print(f"part {part}: {' '.join(command[1:])}", flush=True)
-            print(f"\n$ {' '.join(command[1:])}", file=log, flush=True)
+def run_part(part: int, out: Path, steps: dict[str, list[str]], seconds: float = PART_SECONDS) -> bool:
+    """Run a part's steps until its time is up, collect what they left, and return whether all have succeeded."""
+    work = Path(tempfile.gettempdir()) / f"labutils-gpu-suite-{part}"
+    (work / "runs").mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"LABUTILS_RUNS": str(work / "runs"), "PYTHONUNBUFFERED": "1"}
+    environment["LABUTILS_LEDGER"] = str(out / f"{part}-ledger.csv")
+    log_path, end = out / f"{part}-log.txt", time.monotonic() + seconds
+    finished = {line[8:].strip() for line in _lines(log_path) if line.startswith("# done: ")}
+    with log_path.open("a", encoding="utf-8") as log:
+        for name, command in steps.items():
             left = end - time.monotonic()
-            try:
-                finished = subprocess.run(
-                    command, cwd=REPO_DIR, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=max(1.0, left)
-                )
-                codes.append(finished.returncode)
-            except subprocess.TimeoutExpired:
-                print("stopped: this part's time is up", file=log)
-                codes.append(124)
-    _collect(runs, out, part)
-    if not any(codes):
-        write_atomically(done, b"")
-    print(f"part {part}: exit codes {codes}; see {part}-log.txt")
-    return not any(codes)
+            if name in finished or left < min(LEAST_SECONDS, seconds / 2):
+                print(f"part {part}, {name}: {'done before' if name in finished else 'no time left for it'}")
+                continue
+            print(f"part {part}, {name}: {' '.join(command[1:])}", flush=True)
+            print(f"\n$ {' '.join(command[1:])}", file=log, flush=True)
+            if _run(command, log, environment, left):
+                print(f"# done: {name}", file=log, flush=True)
+                finished.add(name)
+    _collect(work / "runs", out, part)
+    return set(steps) <= finished
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+
+def _run(command: list[str], log, environment: dict[str, str], seconds: float) -> bool:
+    """Run one step in a process group of its own, and end all of it when the time is up: first as Ctrl-C would."""
+    process = subprocess.Popen(
+        command, cwd=REPO_DIR, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
+    for patience, how in ((seconds, signal.SIGINT), (15, signal.SIGKILL), (15, signal.SIGKILL)):
+        try:
+            return process.wait(timeout=patience) == 0
+        except subprocess.TimeoutExpired:
+            print(f"the time is up: {how.name}", file=log, flush=True)
+            os.killpg(process.pid, how)
+    return False
 
 
 def _collect(runs: Path, out: Path, part: int) -> None:
-    """Gather records into `N-records.json`, notebooks and figures into `N-files.zip`, the ledger beside the tests."""
+    """Gather records into `N-records.json`, pages and figures into `N-files.zip`."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs.glob("*.json"))]
     if records:
         write_atomically(out / f"{part}-records.json", json.dumps(records).encode())
-    keep = [path for path in runs.glob("*") if path.suffix in (".html", ".png", ".csv")]
-    keep += runs.parent.glob("*.csv")
+    keep = [path for path in runs.iterdir() if path.suffix in (".html", ".png")]
     if keep:
-        folder = out / f"work-{part}" / "files"
-        folder.mkdir(exist_ok=True)
-        for path in keep:
-            shutil.copy(path, folder)
-        shutil.make_archive(str(out / f"{part}-files"), "zip", folder)
+        with tempfile.TemporaryDirectory() as folder:
+            for path in keep:
+                shutil.copy(path, folder)
+            shutil.make_archive(str(out / f"{part}-files"), "zip", folder)
 
 
 def main(out: Path, part: int = 0) -> int:
@@ -84,6 +99,6 @@ def main(out: Path, part: int = 0) -> int:
     if not torch.cuda.is_available():
         print("no CUDA GPU can be used here: `python -m labutils doctor` says why", file=sys.stderr)
         return 1
+    out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [part] if part else list(PARTS)
-    return 0 if all([run_part(n, out, PARTS[n]) for n in chosen]) else 1
+    return 0 if all([run_part(n, out, PARTS[n]) for n in ([part] if part else PARTS)]) else 1

@@ -109,6 +109,8 @@ def run(where: torch.device, name: str, chosen: dict[str, list[tuple[int, Shape]
             ms, peak, predicted, flops = measure(shape, where, name)
         except torch.OutOfMemoryError:
             full.add(sweep)
+        if sweep in full:  # outside the handler, which keeps the traceback and with it the tensors
+            memory.free_memory()
             continue
         points.append(Point(sweep, value, shape, flops, ms, peak, predicted))
         memory.free_memory()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from labutils import data, device, experiment, memory, precision
+from labutils.bench import arms
 from labutils.bench.arms import ARMS, Batch
 from labutils.config import Config
 from labutils.models import flops_per_token
@@ -43,7 +44,8 @@ class Clock:
         self.synchronize()
         self.say(warm_s=time.perf_counter() - begun)
         if self.where.type == "cuda":
-            memory.free_memory()
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()  # the cache stays: emptied, the first block would pay for it
         for _ in range(blocks):
             self.wait()
             start = time.perf_counter()
@@ -84,7 +86,7 @@ def main(arm: str, config_json: str, *numbers: str) -> None:
     config = config.model_copy(update={"steps": warmup + blocks * steps + PEAK_STEPS + 1})
     clock = Clock(config, where, channel)  # one step more than there are batches: the end must be asked for
     losses = ARMS[arm](config, clock.batches(warmup, blocks, steps), where)
-    facts = {"losses": losses, "peak_bytes": clock.peak_bytes}
+    facts = {"losses": losses, "peak_bytes": clock.peak_bytes, "compiled": arms.compiled_how}
     if arm == "ours":
         model = experiment.float32_model(config)
         flops, source = precision.peak_rate(config.precision, where)
