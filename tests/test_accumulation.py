@@ -119,10 +119,10 @@ def broken_train(*changes: tuple[str, str]):
     return namespace["train"]
 
 
-LOSS = "loss_fn(model, to_device(micro_batch, where))"
+LOSS = "replicas.loss(to_device(micro_batch, where))"
 DIVIDE = f"{LOSS} / n_targets"
-MICRO, WINDOW = 20 * " ", 16 * " "  # the indentation of what happens per micro-batch, and per window
-BACKWARD = f"{MICRO}scaler.scale(loss).backward()\n"
+PASS, MICRO, WINDOW = 24 * " ", 20 * " ", 16 * " "  # indentation: in a pass, after it, and per window
+BACKWARD = f"{PASS}scaler.scale(loss * replicas.size).backward()  # the exchange takes the processes' mean\n"
 COLLECT = "list(itertools.islice(stream, grad_accum_steps))"
 UNSCALE, STEP, UPDATE = (f"{WINDOW}scaler.{call}\n" for call in ("unscale_(optimizer)", "step(optimizer)", "update()"))
 CLEAR = f"{WINDOW}optimizer.zero_grad(set_to_none=True)\n{WINDOW}log.stop"
@@ -134,7 +134,7 @@ BUGS = {
     "windows of i % n == 0": [(COLLECT, "list(itertools.islice(stream, grad_accum_steps if step else 1))")],
     "last window dropped": [("if not micro_batches:", "if len(micro_batches) < grad_accum_steps:")],
     "gradients not cleared": [(CLEAR, f"{WINDOW}log.stop")],
-    "cleared per micro-batch": [(BACKWARD, f"{MICRO}optimizer.zero_grad()\n{BACKWARD}")],
+    "cleared per micro-batch": [(BACKWARD, f"{PASS}optimizer.zero_grad()\n{BACKWARD}")],
     "clipped per micro-batch": [
         (BACKWARD, f"{BACKWARD}{MICRO}nn.utils.clip_grad_norm_(parameters, max_grad_norm)\n"),
     ],
