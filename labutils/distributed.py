@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,22 +18,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-@contextmanager
-def process_group(where: torch.device) -> Iterator[torch.device]:
-    """Let the processes of a torchrun talk, and yield this one's device. Without torchrun: `where` itself.
+def join(where: torch.device) -> torch.device:
+    """Let the processes of a torchrun talk, and return this one's device. Without torchrun: `where` itself.
 
     Gloo on CPUs; NCCL on CUDA, where process number i takes card number i.
     """
     if not dist.is_torchelastic_launched():
-        yield where
-        return
+        return where
     if where.type == "cuda":
         where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(where)
     if not dist.is_initialized():  # once for all runs of a process
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
-    yield where
+    return where
 
 
 def world_size() -> int:

@@ -49,11 +49,9 @@ def build_loss(config: Config, where: torch.device) -> LossFn:
     """Return the config's loss, summed over targets: in chunks, compiled, or neither."""
     loss_fn = partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens)
     accumulates = config.grad_accum_steps > distributed.world_size()
-    return (
-        loss_fn
-        if config.compile == compiling.OFF
-        else compiling.CompiledLoss(loss_fn, config.compile, where, accumulates)
-    )
+    if config.compile == compiling.OFF:
+        return loss_fn
+    return compiling.CompiledLoss(loss_fn, config.compile, where, accumulates)
 
 
 def build_corpus(config: Config) -> data.Corpus:
@@ -118,11 +116,8 @@ def run_experiment(
     Ctrl-C are outcomes in the record, and what was allocated is free again.
     """
     config = config if isinstance(config, Config) else load_config(config)
-    with distributed.process_group(where or device.choose_device()) as where:
-        return _run(config, where, repeat, rerun, progress and distributed.rank() == 0)
-
-
-def _run(config: Config, where: torch.device, repeat: int, rerun: bool, progress: bool) -> RunRecord:
+    where = distributed.join(where or device.choose_device())
+    progress = progress and distributed.rank() == 0
     resolved = config.on(where.type)
     name = precision.without_choice(resolved.precision, precision.support("bf16", where).ok)
     resolved = resolved.model_copy(update={"precision": name})
@@ -254,6 +249,8 @@ def _train_and_measure(
             raise
         reason = f"after training, while memory was measured: {str(error).splitlines()[0]}"
         return record.model_copy(update={"outcome": "out_of_memory", "reason": reason})
+    if config.compile != compiling.OFF:
+        report = report.model_copy(update={"method": f"{report.method}, not compiled"})
     return record.model_copy(update={"memory": report})
 
 

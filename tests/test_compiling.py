@@ -75,6 +75,7 @@ def test_a_run_records_how_it_was_compiled(runs, monkeypatch):
     small = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 2, "lr_warmup_steps": 0}
     record = lab.run_experiment(lab.load_config("fp32", **small, compile="default"), progress=False)
     assert record.environment["torch.compile"] == "default"
+    assert record.memory.method.endswith("not compiled")
     assert "torch.compile" not in lab.run_experiment(lab.load_config("fp32", **small), progress=False).environment
 
 

@@ -114,7 +114,6 @@ def trainer(config: Config, stream: Iterator[Batch], where: torch.device) -> lis
             max_grad_norm=config.max_grad_norm,
             bf16=config.precision == "bf16",
             fp16=config.precision == "fp16",
-            tf32=True if config.precision == "tf32" else None,
             use_cpu=where.type == "cpu",
             logging_steps=LOGGING_STEPS,
             save_strategy="no",
@@ -191,20 +190,19 @@ def _bare_loop(
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
     scaler = precision.grad_scaler(config.precision, where)
     losses = []
-    with precision.tf32(config.precision == "tf32"):
-        for batch in stream:
-            batch = to_device(batch, where)
-            ids, targets = batch["input_ids"], F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-            with precision.autocast(config.precision, where):
-                loss = call(ids, targets)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
-            del loss
+    for batch in stream:
+        batch = to_device(batch, where)
+        ids, targets = batch["input_ids"], F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        with precision.autocast(config.precision, where):
+            loss = call(ids, targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        del loss
     return torch.stack(losses).tolist() if losses else []
 
 

@@ -85,7 +85,8 @@ def main(arm: str, config_json: str, *numbers: str) -> None:
     warmup, blocks, steps = map(int, numbers)
     config = config.model_copy(update={"steps": warmup + blocks * steps + PEAK_STEPS + 1})
     clock = Clock(config, where, channel)  # one step more than there are batches: the end must be asked for
-    losses = ARMS[arm](config, clock.batches(warmup, blocks, steps), where)
+    with precision.tf32(config.precision == "tf32"):  # for all arms alike
+        losses = ARMS[arm](config, clock.batches(warmup, blocks, steps), where)
     facts = {"losses": losses, "peak_bytes": clock.peak_bytes, "compiled": arms.compiled_how}
     if arm == "ours":
         model = experiment.float32_model(config)
