@@ -268,9 +268,8 @@ def reconcile(
     ax.axvline(1, color=BLACK, lw=0.8, ls=":")
     ax.set_xscale("log")
     low, high = ax.get_xlim()
-    ax.xaxis.set_major_locator(
-        LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5) if high > 4 * low else LOG_TICKS)
-    )
+    subs = (1,) if high > 100 * low else (1, 2, 5) if high > 4 * low else LOG_TICKS
+    ax.xaxis.set_major_locator(LogLocator(subs=subs, numticks=5 if len(subs) == 1 else None))  # wide labels: few
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_yticks(range(len(rows)), list(rows))
