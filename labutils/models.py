@@ -162,10 +162,10 @@ def use_attention(model: nn.Module, kind: str) -> None:
     `eager` is Hugging Face's own, with (T, T) matrices and mask; `sdpa` its own call of fused kernels. The others call
     torch's scaled_dot_product_attention here: its `math`, memory-`efficient` or `flash` kernel, which raises
     RuntimeError where it does not exist, or the one that torch prefers (`auto`). Under a tracer (torch.compile, or on
-    fake tensors) transformers' `sdpa` builds the mask as a tensor, which rules flash attention out.
+    fake tensors) transformers' `sdpa` builds the mask as a tensor, which rules flash attention out; and before every
+    eager step it looks for packed sequences on the device, for which the CPU waits.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
         with nullcontext() if kind == "auto" else sdpa_kernel(SDPA_KERNELS[kind]):
@@ -180,13 +180,23 @@ def use_attention(model: nn.Module, kind: str) -> None:
             )
         return out.transpose(1, 2).contiguous(), None
 
-    def mask(*positions, attention_mask=None, **options):
-        return None if attention_mask is None else sdpa_mask(*positions, attention_mask=attention_mask, **options)
+    def with_4d_mask(module, args, inputs):
+        """Join padding (B, T) and causality as (B, 1, T, T), True where a position may be read; none without padding.
+
+        transformers hands a 4-D mask on as it is, and for an attention without a mask function builds none of its own.
+        """
+        padding = inputs.get("attention_mask")
+        if padding is not None and padding.ndim == 2 and module.config._attn_implementation == name:
+            keys = padding.shape[1]
+            queries = keys if inputs.get("past_key_values") is None else inputs["input_ids"].shape[1]
+            causal = torch.ones(keys, keys, dtype=torch.bool, device=padding.device).tril()[-queries:]
+            inputs["attention_mask"] = causal & padding.bool()[:, None, None, :]
+        return args, inputs
 
     name = kind if kind in ("eager", "sdpa") else f"labutils_{kind}"
     if name != kind:
         AttentionInterface.register(name, attend)
-        AttentionMaskInterface.register(name, mask)
+        model.base_model.register_forward_pre_hook(with_4d_mask, with_kwargs=True)
     model.config._attn_implementation = name
 
 

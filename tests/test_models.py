@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import labutils as lab
 from labutils.checkpointing import ATTENTION, BLOCKS_PER_UNIT
@@ -203,6 +204,30 @@ def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded
         assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=2e-6)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 16])
+def test_a_pass_reads_no_number_back_from_the_device(chunk_tokens):
+    """On CUDA each such read makes the CPU wait; transformers' own attention does one, so the test can fail."""
+
+    class Reads(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.count += op is torch.ops.aten._local_scalar_dense.default
+            return op(*args, **(kwargs or {}))
+
+    def reads(kind: str) -> int:
+        model = lab.build_model(attention=kind)
+        batch = dict.fromkeys(("input_ids", "labels"), torch.ones(2, 16, dtype=torch.int64))
+        with Reads() as mode:
+            lab.lm_loss_sum(model, batch, chunk_tokens).backward()
+        return mode.count
+
+    assert reads("auto") == 0
+    assert reads("sdpa") > 0
 
 
 def test_attention_kinds_are_really_different_kernels():
