@@ -82,8 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     labs.add_argument("--in-place", action="store_true", help="for maintainers: write the outputs back, from a CPU run")
     bench = add("bench", _bench, "compare the optimized config with what a user would write instead, in turns")
     bench.add_argument("--quick", action="store_true", help="few steps: tests the harness, not the speed")
-    bench.add_argument("--ablate", action="store_true", help="its switches instead, one taken back in each row")
-    bench.add_argument("--scale", action="store_true", help="how cost grows with batch, length, depth and width")
+    bench.add_argument(
+        "--ablate",
+        nargs="?",
+        const=(1, 1),
+        type=_share,
+        metavar="K/N",
+        help="its switches instead, one taken back in each row; K/N: only the K-th of N shares of the rows",
+    )
+    bench.add_argument(
+        "--scale",
+        nargs="*",
+        metavar="SWEEP",
+        help="how cost grows with batch, length, layers, width and vocabulary; or only with those named",
+    )
     bench.add_argument("--gpu-suite", type=Path, metavar="OUT", help="everything only a GPU shows, in three parts")
     bench.add_argument("--part", type=int, default=0, choices=[1, 2, 3], help="of the GPU suite, this part only")
     bench.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="beside ours, these arms only")
@@ -289,6 +301,14 @@ def _labs(options: argparse.Namespace) -> int:
     chosen = [Path(n) for n in options.notebook] or sorted(REPO_DIR.glob("0*.ipynb"))
     results = [execute(path, in_place=options.in_place) for path in chosen]
     return 0 if all(results) else 1
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Return (2, 4) for `2/4`; a ValueError becomes argparse's own message."""
+    k, n = map(int, text.split("/"))
+    if not 1 <= k <= n:
+        raise ValueError(text)
+    return k, n
 
 
 def _bench(options: argparse.Namespace) -> int:

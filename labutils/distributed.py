@@ -44,6 +44,14 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def from_first(value: Any) -> Any:
+    """Return what process number 0 has given, in every process: they must not decide differently."""
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 class _Loss(nn.Module):
     """A loss function as a module's forward pass: what DistributedDataParallel can wrap, whatever the loss calls."""
 

@@ -85,10 +85,23 @@ def test_an_arm_that_fails_is_a_row_with_its_reason(config):
     assert float(shown[2].replace(",", "")) > 0
 
 
+def test_an_arm_that_says_nothing_ends_and_its_row_says_so(config, monkeypatch):
+    monkeypatch.setattr(compare, "PATIENCE_S", 0.1)  # importing torch takes longer
+    rows = [compare.Row("ours", "ours", config)]
+    compare.run(rows, warmup=1, blocks=1, steps=2, progress=False)
+    assert rows[0].failed == "nothing heard of it for 0.1 s"
+
+
 def test_ablation_changes_one_switch_a_row_and_leaves_out_what_the_device_lacks(config):
     rows = bench.ablation_rows(config, CPU)
     assert rows[-1].config == config
+    shares = [bench.ablation_rows(config, CPU, (k, 3)) for k in (1, 2, 3)]
+    assert all(share[-1].config == config for share in shares)
+    assert sorted(row.name for share in shares for row in share[:-1]) == sorted(row.name for row in rows[:-1])
     for row in rows[:-1]:
+        if row.arm != "ours":  # the same config in another loop
+            assert row.config == config and row.failed
+            continue
         differing = [key for key in type(config).model_fields if getattr(row.config, key) != getattr(config, key)]
         assert len(differing) == 1, row.name
     assert "Ampere" in next(row.failed for row in rows if row.config.precision == "tf32")
@@ -97,6 +110,8 @@ def test_ablation_changes_one_switch_a_row_and_leaves_out_what_the_device_lacks(
 
 
 def test_scale_measures_and_predicts_the_same_peak(runs, capsys):
+    assert main(["bench", "--scale", "depth"]) == 2
+    assert "there are: batch, length, layers" in capsys.readouterr().err
     assert main(["bench", "--scale", "--quick"]) == 0
     (path,) = runs.glob("bench-scale-quick-*.json")
     points = json.loads(path.read_text())["points"]

@@ -51,12 +51,14 @@ def test_a_batch_that_cannot_be_shared_is_refused(runs):
 def test_a_failed_process_ends_the_run_with_its_own_error(runs, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(
-        "import os\nimport labutils as lab\nfrom labutils import models\n"
-        "def broken(*_, **__):\n    raise RuntimeError('the second process has had enough')\n"
+        "import os\nimport torch\nimport labutils as lab\nfrom labutils import distributed, models\n"
+        "def broken(*_, **__):\n    raise RuntimeError('the second process has had enough; the first said ' + said)\n"
+        "distributed.join(torch.device('cpu'))\n"
+        "said = distributed.from_first(f'rank {distributed.rank()}')\n"
         "if os.environ['RANK'] == '1':\n    models.lm_loss_sum = broken\n"
         f"lab.run_experiment(lab.load_config('fp32', **{SMALL}), progress=False)\n"
     )
     answer = torchrun(2, str(script))
     assert answer.returncode != 0
-    assert "the second process has had enough" in answer.stderr
+    assert "the second process has had enough; the first said rank 0" in answer.stderr
     assert find_runs()[0] == []

@@ -251,9 +251,26 @@ def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[f
     return record.series.loss
 
 
+def ours_waiting(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
+    """The same, but the CPU waits for the GPU before each batch, as a loop does that reads every step's loss."""
+
+    def waiting() -> Iterator[Batch]:
+        for batch in stream:
+            torch.cuda.synchronize()
+            yield batch
+
+    return ours(config, waiting(), where)
+
+
+def ours_unpinned(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
+    """The same, but batches go to the GPU from pageable memory first, and targets are counted there."""
+    return ours(config, ({key: value.to(where) for key, value in batch.items()} for batch in stream), where)
+
+
 def _note(report: str) -> None:
     global compiled_how
     compiled_how = report
 
 
-ARMS = {arm.__name__: arm for arm in (source, corrected, trainer, plain, plain_compiled, ours_bare, ours)}
+OURS = (ours, ours_bare, ours_waiting, ours_unpinned)
+ARMS = {arm.__name__: arm for arm in (source, corrected, trainer, plain, plain_compiled, *OURS)}

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from labutils.config import Config
 from labutils.records import MIB, commit, new_id, runs_dir, write_atomically
 
 LAST_STEPS = 10  # whose mean loss is reported
+PATIENCE_S = 900  # max-autotune compiles for minutes
 
 
 @dataclass
@@ -55,13 +57,19 @@ class _Process:
 
     def hear(self) -> dict[str, Any]:
         """Return what the arm says next; {} when it has failed, and the row says why."""
+        overdue = threading.Timer(PATIENCE_S, self.process.kill)
+        overdue.start()
         line = self.process.stdout.readline()
+        is_late = overdue.finished.is_set()
+        overdue.cancel()
         if line:
             return json.loads(line)
         self.process.wait()
         self.errors.seek(0)
         said = self.errors.read().decode(errors="replace").strip().splitlines()
         self.row.failed = said[-1] if said else f"exit code {self.process.returncode}"
+        if is_late:
+            self.row.failed = f"nothing heard of it for {PATIENCE_S} s"
         return {}
 
     def go(self) -> None:
@@ -122,6 +130,7 @@ def table(rows: Sequence[Row]):
             "from": f"{min(row.tokens_per_s):,.0f}",
             "to": f"{max(row.tokens_per_s):,.0f}",
             "peak MiB": f"{row.facts['peak_bytes'] / MIB:,.1f}",
+            "reserved MiB": f"{row.facts['reserved_bytes'] / MIB:,.1f}" if "reserved_bytes" in row.facts else "",
             "loss": f"{row.loss:.4f}",
             "warm-up s": f"{row.warm_s:.1f}",
         }
@@ -134,7 +143,8 @@ def table(rows: Sequence[Row]):
             line["of product"] = f"{100 * needed / facts['product_flops']:.1f}"
         line["compiled"] = row.facts.get("compiled", "")
         lines.append(line)
-    return pd.DataFrame(lines).set_index("arm").fillna("")
+    whole = pd.DataFrame(lines).set_index("arm").fillna("")
+    return whole.loc[:, (whole != "").any()]
 
 
 def figure(rows: Sequence[Row], path: Path) -> None:

@@ -28,8 +28,11 @@ PARTS: dict[int, dict[str, list[str]]] = {
         "target": [*BENCH, "--set", "micro_batch_size=16", "--arms", "source", "trainer", "plain_compiled"],
         "medium": [*BENCH, "--set", "model=gpt2-medium", "--arms", "plain_compiled"],
         "arms": BENCH,
-        "ablation": [*BENCH, "--ablate"],
-        "scale": [PYTHON, "-m", "labutils", "bench", "--scale"],
+        **{f"ablation {k}": [*BENCH, "--ablate", f"{k}/4"] for k in (1, 2, 3, 4)},
+        **{
+            f"scale {sweep}": [PYTHON, "-m", "labutils", "bench", "--scale", sweep]
+            for sweep in ("batch", "length", "layers", "width", "vocabulary")
+        },
     },
     3: {
         stem[:2]: [PYTHON, "-m", "labutils", "labs", f"{stem}.ipynb"]

@@ -54,25 +54,31 @@ def main(options: Any, overrides: dict[str, Any]) -> int:
     if options.gpu_suite:
         return gpu_suite.main(options.gpu_suite, options.part)
     where = device.choose_device()
-    if options.scale:
-        return _scale(where, overrides.get("precision", "bf16" if where.type == "cuda" else "fp32"), options.quick)
+    if options.scale is not None:
+        name = overrides.get("precision", "bf16" if where.type == "cuda" else "fp32")
+        return _scale(where, name, options.scale, options.quick)
     config = benchmark_config(where, overrides)
-    rows = ablation_rows(config, where) if options.ablate else arm_rows(config, options.arms)
+    rows = ablation_rows(config, where, options.ablate) if options.ablate else arm_rows(config, options.arms)
     how = QUICK if options.quick else {"warmup": 10, "blocks": options.blocks, "steps": options.steps}
     shape = f"{config.model}, {config.micro_batch_size} × {config.seq_len} tokens a step, {config.precision}"
     print(f"{device.device_name(where)}: {shape}; {how}")
     left_out = [row for row in rows if row.failed]
     run(rows, **how)
     print(table(rows).to_string())
+    if where.type == "cuda":
+        print("where CUDA graphs replay, the peak is blind to what lives in their pool: see the reserved bytes there")
     what = "ablation" if options.ablate else "arms"
     path = save(rows, f"{what}-quick" if options.quick else what)
     print(f"saved {path.name} and its figure in {path.parent}")
     return 0 if all(row.facts for row in rows if row not in left_out) else 1
 
 
-def _scale(where: torch.device, name: str, quick: bool) -> int:
+def _scale(where: torch.device, name: str, names: Sequence[str], quick: bool) -> int:
     """Measure how cost grows; print, save, return an exit code."""
     chosen = scale.sweeps(where)
+    if unknown := set(names) - set(chosen):
+        raise ConfigError(f"bench --scale: no such sweep: {', '.join(sorted(unknown))}; there are: {', '.join(chosen)}")
+    chosen = {sweep: shapes for sweep, shapes in chosen.items() if not names or sweep in names}
     points = scale.run(where, name, {k: v[:2] for k, v in list(chosen.items())[:2]} if quick else chosen)
     print(scale.table(points).to_string())
     run_id, created = new_id()
@@ -134,8 +140,12 @@ def arm_rows(config: Config, chosen: Sequence[str] = ()) -> list[Row]:
     return [row for row in rows[:-1] if not chosen or row.arm in chosen] + rows[-1:]
 
 
-def ablation_rows(config: Config, where: torch.device) -> list[Row]:
-    """Return one row for each switch that differs from the config and that this device has; the config itself last."""
+def ablation_rows(config: Config, where: torch.device, share: tuple[int, int] = (1, 1)) -> list[Row]:
+    """Return one row for each switch that differs from the config and that this device has; the config itself last.
+
+    `share=(k, n)`: the k-th of n shares of these rows. What `labutils.train` does for the copies has no switch: two
+    arms undo it.
+    """
     rows = []
     for name, changes in ABLATIONS.items():
         if all(getattr(config, key) == value for key, value in changes.items()):
@@ -144,4 +154,7 @@ def ablation_rows(config: Config, where: torch.device) -> list[Row]:
         answer = precision.support(row.config.precision, where)
         row.failed = answer.reason if not answer.ok else ""
         rows.append(row)
-    return [*rows, Row("optimized config", "ours", config)]
+    for name, arm in (("CPU and GPU wait each step", "ours_waiting"), ("copies not pinned", "ours_unpinned")):
+        rows.append(Row(name, arm, config, failed="" if where.type == "cuda" else "a CPU copies and waits for nothing"))
+    k, n = share
+    return [*rows[k - 1 :: n], Row("optimized config", "ours", config)]

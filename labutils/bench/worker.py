@@ -88,6 +88,8 @@ def main(arm: str, config_json: str, *numbers: str) -> None:
     with precision.tf32(config.precision == "tf32"):  # for all arms alike
         losses = ARMS[arm](config, clock.batches(warmup, blocks, steps), where)
     facts = {"losses": losses, "peak_bytes": clock.peak_bytes, "compiled": arms.compiled_how}
+    if where.type == "cuda":
+        facts["reserved_bytes"] = torch.cuda.max_memory_reserved()
     if arm == "ours":
         model = experiment.float32_model(config)
         flops, source = precision.peak_rate(config.precision, where)
