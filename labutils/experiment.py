@@ -14,6 +14,7 @@ from torch import nn
 
 from labutils import compiling, data, device, distributed, memory, models, precision
 from labutils.config import Config, ConfigError, load_config
+from labutils.optimizers import SmallAdamW, StepInBackward
 from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id
 from labutils.training import LossFn, to_device, train
 
@@ -31,7 +32,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     return config.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer | StepInBackward:
     """Return the config's optimizer; weight decay acts on matrices only, not on biases and layer norms."""
     parameters = list(model.parameters())
     groups = [
@@ -40,9 +41,14 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     ]
     implementation = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for_loop": {"foreach": False}}
     chosen = implementation[config.optimizer_impl]
+    adamw = {"lr": config.learning_rate, "betas": (0.9, 0.95)}
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9, **chosen)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), **chosen)
+        optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9, **chosen)
+    elif config.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, **adamw, **chosen)
+    else:
+        optimizer = SmallAdamW(groups, **adamw, bits=8 if config.optimizer == "adamw_8bit" else 16)
+    return StepInBackward(optimizer) if config.optimizer_in_backward else optimizer
 
 
 def build_loss(config: Config, where: torch.device) -> LossFn:
@@ -122,7 +128,7 @@ def run_experiment(
     name = precision.without_choice(resolved.precision, precision.support("bf16", where).ok)
     resolved = resolved.model_copy(update={"precision": name})
     answer = precision.require(resolved.precision, where)
-    steps = precision.steps_for(resolved.steps, answer)
+    steps = distributed.from_first(precision.steps_for(resolved.steps, answer))
     if resolved.grad_accum_steps % distributed.world_size():
         raise ConfigError(
             f"{config.name}: `tokens_per_step`: {resolved.tokens_per_step} tokens are {resolved.grad_accum_steps} "
@@ -145,7 +151,7 @@ def run_experiment(
         steps_planned=steps,
         **identity,
     )
-    if not rerun and (known := find_equal(empty)):
+    if not rerun and (known := distributed.from_first(find_equal(empty))):
         if progress:
             print(f"{known.name}: reusing run {known.id} (equal config, code, corpus and device; rerun=True forces)")
         return known

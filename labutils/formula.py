@@ -83,11 +83,11 @@ def closed_form(config: Config) -> MemoryLedger:
 
     rows = min(config.loss_chunk_tokens or tokens, tokens)
     logits = rows * vocab
-    moments = {"adamw": 2, "sgd": 1}[config.optimizer]
+    moments = {"adamw": 2 * wide, "adamw_bf16": 4, "adamw_8bit": 2 * (1 + 4 / 256), "sgd": wide}[config.optimizer]
     standing = {
         PARAMETERS: wide * n,
         GRADIENTS: wide * n if config.grad_accum_steps > 1 else 0,
-        OPTIMIZER: moments * wide * n,
+        OPTIMIZER: round(moments * n),
         ACTIVATIONS: kept,
         CAST_WEIGHTS: 2 * n if arithmetic == "autocast" else 0,
         LOGITS: 0,
@@ -102,9 +102,11 @@ def closed_form(config: Config) -> MemoryLedger:
         at_the_loss = standing | {LOGITS: gradients, TEMPORARIES: again}
     else:
         loss_phase = standing | {LOGITS: loss * logits}
-    gradients_alone = standing | {GRADIENTS: wide * n, ACTIVATIONS: 0, CAST_WEIGHTS: 0}
+    embedding = wide * vocab * width
+    together = embedding if config.optimizer_in_backward else wide * n  # or one at a time, the largest
+    gradients_alone = standing | {GRADIENTS: together, ACTIVATIONS: 0, CAST_WEIGHTS: 0}
     # the tied embedding's gradient comes in two parts, through a third
-    at_the_embedding = gradients_alone | {TEMPORARIES: 2 * wide * vocab * width}
+    at_the_embedding = gradients_alone | {TEMPORARIES: 2 * embedding}
     foreach = wide * n if config.optimizer_impl == "foreach" else 0
     phases = {
         "forward": standing,

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from labutils import models
+from labutils.optimizers import StepInBackward
 from labutils.records import MemoryLedger
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop messages are not for students
@@ -120,7 +121,8 @@ def measure_step(
     Phases: forward, loss, backward, optimizer (with unscaling and clipping). The step really updates the model; never
     time it: instrumented steps are slow. `loss_fn` returns a sum over `count_targets(micro_batch)`; `micro_batches` are
     already on the model's device. On a CPU every byte has a category, and the ledger a timeline. On CUDA the allocator
-    tells totals: at the peak of backward, what autograd keeps and what is temporary are one category.
+    tells totals: at the peak of backward, what autograd keeps and what is temporary are one category. Of an
+    `optimizers.StepInBackward` the gradients, which do not outlive backward, are temporaries on a CPU.
     Raises ValueError if the optimizer makes its state in this very step: the first step has another peak than others.
     """
     device = next(model.parameters()).device
@@ -132,6 +134,8 @@ def measure_step(
     handle = when_loss_begins(model, lambda: recorder.begin("loss"))
     try:
         with recorder.recording():
+            if isinstance(optimizer, StepInBackward):
+                optimizer.attach()  # after the recorder's hooks, which read gradients
             for micro_batch in micro_batches:
                 recorder.begin("forward")
                 with autocast():

@@ -35,6 +35,7 @@ from labutils.memory import (
     thinned,
     when_loss_begins,
 )
+from labutils.optimizers import StepInBackward
 from labutils.records import MemoryLedger
 
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES)
@@ -272,7 +273,7 @@ def trace_step(
     model: nn.Module,
     micro_batches: Sequence[Any],
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | StepInBackward,
     log: StorageLog,
     *,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
@@ -296,6 +297,8 @@ def trace_step(
     for tensor in optimizer_tensors(optimizer):
         log.name(tensor, OPTIMIZER)
     handles = [p.register_post_accumulate_grad_hook(lambda p: log.name(p.grad, GRADIENTS)) for p in parameters]
+    if isinstance(optimizer, StepInBackward):
+        optimizer.attach()  # a gradient has a name before it is freed
     kept: list[Any] = [None]
     if keep_outputs:
         handles.append(model.register_forward_hook(lambda _model, _inputs, outputs: kept.__setitem__(0, outputs)))

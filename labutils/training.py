@@ -14,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from labutils import device, distributed, models, precision
+from labutils.optimizers import StepInBackward
 from labutils.records import RunRecord, Series, code_version, commit, new_id
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
@@ -48,11 +49,15 @@ def train(
     `learning_rate_at(step)` sets every parameter group's rate; without it the optimizer's own rates stand.
 
     Ctrl-C, and several non-finite losses in a row, end the run early: the record has the steps so far, `outcome` says
-    how it ended. Exceptions of the model or the loss are not caught. Raises PrecisionUnsupported before any work.
+    how it ended. Exceptions of the model or the loss are not caught. Raises, before any work, PrecisionUnsupported, and
+    ValueError if an `optimizers.StepInBackward` meets what needs all gradients at once.
     """
     where = next(model.parameters()).device
     precision.require(precision_name, where)
     scaler = scaler or precision.grad_scaler(precision_name, where)
+    needs_all_gradients = grad_accum_steps > 1 or max_grad_norm or scaler.is_enabled() or distributed.world_size() > 1
+    if isinstance(optimizer, StepInBackward) and needs_all_gradients:
+        raise ValueError("a step inside backward allows no accumulation, clipping, loss scale or second process")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stream, log, held_out_losses = iter(batches), _StepLog(where), []
     outcome, reason, targets_per_step = "completed", "", 0

@@ -1,0 +1,167 @@
+"""AdamW in less memory: moments of one or two bytes, 16-bit weights rounded by chance, and a step inside backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BLOCK = 256  # numbers that share one scale
+SLAB = 1 << 20  # numbers that are float32 at once; a multiple of BLOCK
+FIRST, SECOND = (torch.int8, 127, 2), (torch.uint8, 255, 4)  # codes of a moment: dtype, largest, power
+
+
+def round_stochastically(x: torch.Tensor) -> torch.Tensor:
+    """Return float32 `x` as bfloat16, rounded up or down by chance so that the mean of many roundings is `x`.
+
+    To nearest, a weight stays as it is when its update is below half a step of its format (1/256 of it); by chance, it
+    moves now and then. The 16 bits that bfloat16 drops get 16 random ones added: a carry rounds up. See Zamirai et al.
+    2020 (2010.06192). Draws from the global generator.
+    """
+    noise = torch.randint_like(x, 1 << 16, dtype=torch.int32)
+    return noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+
+
+def pack(x: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 8-bit codes `(n,)` of a flat float32 tensor, and a float32 scale for each BLOCK of them, `(⌈n/BLOCK⌉,)`.
+
+    A code stands for scale · (code / largest)^power, so that small numbers, of which there are many, get most codes.
+    Codes are rounded by chance, or a slow average would never move. Nothing but 0 becomes 0 in the second moment: it is
+    divided by. After Dettmers et al. 2022 (2110.02861), whose codes are spaced otherwise.
+    """
+    dtype, largest, power = kind
+    blocks = F.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    scale = blocks.abs().amax(dim=1, keepdim=True)
+    codes = blocks.div(scale.clamp(min=torch.finfo(torch.float32).tiny))
+    codes = codes.abs().pow_(1 / power).mul_(largest).copysign_(codes)
+    codes = codes.add_(torch.rand_like(codes)).floor_().clamp_(1 if kind is SECOND else -largest, largest)
+    return codes.flatten()[: len(x)].to(dtype), scale[:, 0]
+
+
+def unpack(codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> torch.Tensor:
+    """Return the float32 numbers `(n,)` that `pack` has coded."""
+    _, largest, power = kind
+    x = codes.float().div_(largest)
+    x = x.abs().pow_(power).copysign_(x)
+    return x.mul_(scale.repeat_interleave(BLOCK)[: len(x)])
+
+
+class SmallAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see `pack`).
+
+    Computes in float32, a slab of SLAB numbers at a time, so that little of it is ever unpacked. Weights in bfloat16
+    and moments are rounded stochastically. Slower than torch's fused AdamW: a slab takes some forty kernels.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        bits: int = 8,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bits": bits})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p] or self._start(p, group["bits"])
+                state["step"] += 1
+                slabs = [t.view(-1).split(SLAB) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+                for i, parts in enumerate(zip(*slabs, strict=True)):
+                    at = slice(i * SLAB // BLOCK, (i + 1) * SLAB // BLOCK)
+                    scales = [state[key][at] for key in ("scale", "scale_sq")] if group["bits"] == 8 else [None, None]
+                    _update(*parts, *scales, group, state["step"])
+
+    def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
+        first, second = (FIRST[0], SECOND[0]) if bits == 8 else (torch.bfloat16, torch.bfloat16)
+        state = self.state[p]
+        state |= {"step": 0, "exp_avg": torch.zeros_like(p, dtype=first)}
+        state["exp_avg_sq"] = torch.zeros_like(p, dtype=second)
+        if bits == 8:
+            for key in ("scale", "scale_sq"):
+                state[key] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
+        return state
+
+
+def _update(p, gradient, exp_avg, exp_avg_sq, scale, scale_sq, group: dict[str, Any], step: int) -> None:
+    """Do one slab of one parameter; everything is flat and changed in place."""
+    beta1, beta2 = group["betas"]
+    gradient = gradient.float()
+    first = unpack(exp_avg, scale, FIRST) if scale is not None else exp_avg.float()
+    first.lerp_(gradient, 1 - beta1)
+    _keep(first, exp_avg, scale, FIRST)
+    second = unpack(exp_avg_sq, scale_sq, SECOND) if scale_sq is not None else exp_avg_sq.float()
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    del gradient
+    _keep(second, exp_avg_sq, scale_sq, SECOND)
+    denominator = second.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+    weights = p.float().mul_(1 - group["lr"] * group["weight_decay"])  # not a copy if p is float32
+    weights.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1**step))
+    if p.dtype == torch.bfloat16:
+        p.copy_(round_stochastically(weights))
+
+
+def _keep(moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, kind: tuple) -> None:
+    if scale is None:
+        stored.copy_(round_stochastically(moment))
+        return
+    codes, scales = pack(moment, kind)
+    stored.copy_(codes)
+    scale.copy_(scales)
+
+
+class StepInBackward:
+    """Any optimizer, its step for each parameter taken as soon as backward has finished that parameter's gradient.
+
+    The gradient is freed at once, so that all gradients never live together. That rules out what needs them together:
+    a global norm to clip to, several micro-batches, a loss scale. Stands in for the optimizer: `step` and `zero_grad`
+    find nothing left to do.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        new = type(optimizer)
+        self.parts = {p: new([group | {"params": [p]}]) for group in optimizer.param_groups for p in group["params"]}
+        self._handles: list[Any] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Register the hooks; once more, to come after hooks that others have registered and that read gradients."""
+        self.detach()
+        self._handles = [p.register_post_accumulate_grad_hook(self._step_one) for p in self.parts]
+
+    def detach(self) -> None:
+        """Remove the hooks: an ordinary optimizer again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _step_one(self, p: nn.Parameter) -> None:
+        self.parts[p].step()
+        p.grad = None
+
+    def step(self) -> None:
+        """Update what still has a gradient."""
+        for p in (p for p in self.parts if p.grad is not None):
+            self._step_one(p)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, one for each parameter."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """The optimizer's state by parameter."""
+        return {p: state for part in self.parts.values() for p, state in part.state.items()}
