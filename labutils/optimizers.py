@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 BLOCK = 256  # numbers that share one scale
-SLAB = 1 << 20  # numbers that are float32 at once; a multiple of BLOCK
-FIRST, SECOND = (torch.int8, 127, 2), (torch.uint8, 255, 4)  # codes of a moment: dtype, largest, power
+SLAB = 1 << 22  # numbers that are float32 at once; a multiple of BLOCK
+FIRST, SECOND = (torch.int8, 127, 1), (torch.uint8, 255, 2)  # codes of a moment: dtype, largest, square roots taken
 
 
 def round_stochastically(x: torch.Tensor) -> torch.Tensor:
@@ -28,24 +28,28 @@ def round_stochastically(x: torch.Tensor) -> torch.Tensor:
 def pack(x: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 8-bit codes `(n,)` of a flat float32 tensor, and a float32 scale for each BLOCK of them, `(⌈n/BLOCK⌉,)`.
 
-    A code stands for scale · (code / largest)^power, so that small numbers, of which there are many, get most codes.
-    Codes are rounded by chance, or a slow average would never move. Nothing but 0 becomes 0 in the second moment: it is
-    divided by. After Dettmers et al. 2022 (2110.02861), whose codes are spaced otherwise.
+    Coded is the square root (of the second moment the fourth root) of a number over the scale, so that small numbers,
+    of which there are many, get most codes. Codes are rounded by chance, or a slow average would never move. In the
+    second moment, which is divided by, no number becomes 0. After Dettmers et al. 2022 (2110.02861), whose codes are spaced otherwise.
     """
-    dtype, largest, power = kind
+    dtype, largest, n_roots = kind
     blocks = F.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
-    scale = blocks.abs().amax(dim=1, keepdim=True)
-    codes = blocks.div(scale.clamp(min=torch.finfo(torch.float32).tiny))
-    codes = codes.abs().pow_(1 / power).mul_(largest).copysign_(codes)
+    sizes = blocks.abs()
+    scale = sizes.amax(dim=1, keepdim=True)
+    sizes.div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
+    for _ in range(n_roots):
+        sizes.sqrt_()
+    codes = sizes.mul_(largest).copysign_(blocks)
     codes = codes.add_(torch.rand_like(codes)).floor_().clamp_(1 if kind is SECOND else -largest, largest)
     return codes.flatten()[: len(x)].to(dtype), scale[:, 0]
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> torch.Tensor:
     """Return the float32 numbers `(n,)` that `pack` has coded."""
-    _, largest, power = kind
+    _, largest, n_roots = kind
     x = codes.float().div_(largest)
-    x = x.abs().pow_(power).copysign_(x)
+    for _ in range(n_roots):
+        x.mul_(x.abs())
     return x.mul_(scale.repeat_interleave(BLOCK)[: len(x)])
 
 
