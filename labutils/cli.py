@@ -67,6 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--gpu-memory-gib", type=_gib, metavar="GIB", help="the card's memory, if not the device's")
     predict.add_argument("--json", action="store_true", help="print JSON")
+    advise = add("advise", _advise, "name the changes that would save most memory in a run, and those that save none")
+    advise.add_argument("run", help="a config as for predict, or a record's name, id or path")
+    advise.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="of a config only"
+    )
+    advise.add_argument(
+        "--device",
+        choices=["t4", "rtx4060", "a100", "h200", "this", "cpu"],
+        help="(a100; for a record the kind it ran on)",
+    )
     add("runs", _runs, "list the recorded runs, oldest first")
     comparing = add("compare", _compare, "compare recorded runs; the first is the baseline")
     comparing.add_argument("run", nargs="+", help="a name (its newest run), an id, or a record's path")
@@ -184,6 +194,25 @@ def _predict(options: argparse.Namespace) -> int:
         else:
             print(f"no change known so far makes it fit; the smallest asks for {asks}:")
         print("\n".join(f"  {cost}" for cost in found.costs))
+    return 0
+
+
+def _advise(options: argparse.Namespace) -> int:
+    from labutils.advisor import advise
+    from labutils.precision import PrecisionUnsupported
+
+    try:
+        if find_config(options.run).suffix in (".yaml", ".yml"):
+            print(advise(load_config(options.run, **parse_overrides(options.pairs)), options.device or "a100"))
+            return 0
+        record = load_record(options.run)
+        on_cpu = record.memory is not None and record.memory.method.startswith("CPU")
+        print(advise(record, options.device or ("cpu" if on_cpu else "a100")))
+        if record.memory:
+            print(f"measured in that run: {record.memory.peak_bytes / 2**20:,.0f} MiB, {record.memory.method}")
+    except (PrecisionUnsupported, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

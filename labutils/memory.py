@@ -10,10 +10,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +39,18 @@ TIMELINE_POINTS = 400
 
 
 def free_memory() -> None:
-    """Collect garbage, return cached blocks to the driver, reset peak statistics: in this order.
+    """Let go of the last error's frames, collect garbage, return cached blocks, reset peak statistics: in this order.
 
-    The other way round the new peak starts with the garbage in it. On a CPU only the first step does anything.
+    The traceback of an error keeps the local variables of every function it has passed, tensors among them; IPython
+    keeps the traceback until the next error. (So `%debug` finds no variables after this.) Were peak statistics reset
+    before the garbage is collected, the new peak would start with it. On a CPU there is nothing to return or reset.
     """
+    error = getattr(sys, "last_value", None)
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            frame.f_locals  # noqa: B018 (before Python 3.13 a debugger's copy of the variables; reading it renews it)
+        error = error.__cause__ or error.__context__
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -225,6 +236,40 @@ def allocation_profile() -> Iterator[torch.profiler.profile]:
         warnings.filterwarnings("ignore", message=r"(?s).*acc_events")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             yield profile
+
+
+@dataclass
+class Peak:
+    """Filled when the block of `peak_allocated` has ended."""
+
+    n_bytes: int = 0
+
+
+@contextmanager
+def peak_allocated(device: torch.device) -> Iterator[Peak]:
+    """Measure the largest number of bytes allocated at once inside, in tensors that are there before included.
+
+    On a CPU these are the floating-point tensors alive at the start plus the highest rise of the allocator's events,
+    and what runs inside is slowed down; on CUDA the peak statistics are reset.
+    """
+    found = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        torch.cuda.synchronize(device)
+        found.n_bytes = torch.cuda.max_memory_allocated(device)
+        return
+    before = tensor_bytes(_floating_tensors())
+    with allocation_profile() as profile:
+        yield found
+    found.n_bytes = before + highest_rise(profile)
+
+
+def _floating_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    plain = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))  # no compiler's fakes
+    return [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
 
 
 def highest_rise(profile: torch.profiler.profile) -> int:

@@ -30,7 +30,8 @@ def pack(x: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> tuple[torch.Ten
 
     Coded is the square root (of the second moment the fourth root) of a number over the scale, so that small numbers,
     of which there are many, get most codes. Codes are rounded by chance, or a slow average would never move. In the
-    second moment, which is divided by, no number becomes 0. After Dettmers et al. 2022 (2110.02861), whose codes are spaced otherwise.
+    second moment, which is divided by, no number becomes 0. After Dettmers et al. 2022 (2110.02861), whose codes are
+    spaced otherwise.
     """
     dtype, largest, n_roots = kind
     blocks = F.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
@@ -84,6 +85,12 @@ class SmallAdamW(torch.optim.Optimizer):
                     scales = [state[key][at] for key in ("scale", "scale_sq")] if group["bits"] == 8 else [None, None]
                     _update(*parts, *scales, group, state["step"])
 
+    def make_state(self) -> None:
+        """Make all moments now, as zeros; otherwise the first step does."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._start(p, group["bits"])
+
     def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
         first, second = (FIRST[0], SECOND[0]) if bits == 8 else (torch.bfloat16, torch.bfloat16)
         state = self.state[p]
@@ -122,6 +129,17 @@ def _keep(moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None
     scale.copy_(scales)
 
 
+def make_state(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Let an optimizer make its state before the first step: ours directly, torch's by a step on gradients of zero."""
+    if hasattr(optimizer, "make_state"):
+        optimizer.make_state()
+        return
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 class StepInBackward:
     """Any optimizer, its step for each parameter taken as soon as backward has finished that parameter's gradient.
 
@@ -145,6 +163,11 @@ class StepInBackward:
         """Remove the hooks: an ordinary optimizer again."""
         for handle in self._handles:
             handle.remove()
+
+    def make_state(self) -> None:
+        """Make all moments now, by a step on gradients of zero where the optimizer knows no other way."""
+        for p, part in self.parts.items():
+            make_state(part, [p])
 
     def _step_one(self, p: nn.Parameter) -> None:
         self.parts[p].step()

@@ -12,6 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from labutils.numerics import FORMATS, FP16, FloatFormat
 from labutils.records import MIB, MemoryLedger, RunRecord, grouped
+from labutils.snapshot import Snapshot
 
 # Okabe and Ito's palette: told apart by colour-blind readers; markers and line styles differ as well.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -197,6 +198,25 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
     ax.set(xlim=(0, at[-1]), ylim=(0, 1.22 * top), xticks=[], ylabel="MiB allocated")
     ax.set_xlabel(f"one step from left to right: {ledger.method}")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
+def snapshot(found: Snapshot, ax: Axes | None = None, n_lines: int = 7) -> Axes:
+    """Draw a memory history from left to right, stacked by the line that allocated; small ones are summed up."""
+    ax = _axis(ax, 10, 4.6)
+    alive = found.alive() / MIB  # (events, lines)
+    order = np.argsort(-alive.max(axis=0), kind="stable") if alive.size else []
+    shown = [(found.lines[i], alive[:, i]) for i in order[:n_lines]]
+    if len(order) > n_lines:
+        shown.append(("all other lines", alive[:, order[n_lines:]].sum(axis=1)))
+    layers = ax.stackplot(np.arange(len(alive)), [row for _, row in shown], labels=[line[:70] for line, _ in shown])
+    for i, layer in enumerate(layers):
+        layer.set(
+            facecolor=COLORS[i % len(COLORS)], hatch=("", "//", "..", "xx")[i % 4], edgecolor="white", linewidth=0
+        )
+    ax.set(xlim=(0, max(1, len(alive) - 1)), ylim=(0, None), ylabel="MiB allocated since the start")
+    ax.set_xlabel(f"allocations and frees, in order: {found.method}")
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), prop={"family": "monospace", "size": 8})
     return ax
 
 

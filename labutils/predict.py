@@ -143,7 +143,7 @@ class Sweep:
         n_layer = models.SIZES[self.config.model][0]
         unit = checkpointing.BLOCKS_PER_UNIT.get(self.config.gradient_checkpointing, 1)
         low, high = (n * unit + n_layer % unit for n in FEW_LAYERS)  # what repeats is a unit; the last may be smaller
-        if n_layer > high:
+        if n_layer > low + high:  # else all of them cost no more
             with suppress(CannotExtrapolate):  # an optimizer that goes through the parameters one by one
                 return extrapolated(traced(low), traced(high), (n_layer - low) // unit)
         return traced(n_layer)

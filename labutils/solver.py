@@ -23,6 +23,12 @@ FREE = {  # change neither results (beyond rounding) nor cost time
     "activation": ("gelu_tanh", "the same function, fused"),
     "optimizer_impl": ("fused", "the same update, without temporaries"),
 }
+WITHOUT_FLOPS = {  # what they cost is not in `time_cost`
+    "attention": "nothing: the same sums in another order, without (T, T) matrices",
+    "optimizer": "a slower update, and moments of 8 bits: compare the losses",
+    "optimizer_in_backward": "no clipping and no accumulation; the same update otherwise",
+    "max_grad_norm": "no clipping",
+}
 CHUNK_TOKENS = 512
 # FLOPs that a card computes while it moves one byte, from the datasheet of the A100 80 GB: TFLOP/s over 2.0 TB/s. Other
 # cards have other ratios of the same order (T4, FP16: 65 over 0.32).
@@ -84,8 +90,9 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
     """Return the changes that cost least time with which a config's step fits `budget_gib` of card memory.
 
     Searched: micro-batch size (the tokens per step stay: it accumulates), checkpointing, the loss in chunks, 16-bit
-    precision if the device has it, and what is free. Of equal costs the fewest changes win; pure BF16 comes last, as
-    it changes what is learnt. If nothing fits, the smallest of all is returned; `Fit.fits` tells.
+    precision if the device has it, and what is free. Of equal costs the fewest changes win. What changes the learning
+    comes last: pure BF16, then 8-bit moments with it, then, where nothing is clipped or accumulated, the optimizer
+    step in backward. If nothing fits, the smallest of all is returned; `Fit.fits` tells.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
     resolved = resolve(config, device)
@@ -95,7 +102,7 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
         others = {key: value for key, value in changes.items() if key != "micro_batch_size"}
         sweep = sweeps.setdefault(tuple(others.items()), Sweep(resolved.model_copy(update=others), device))
         ledger = sweep.ledger(changes.get("micro_batch_size", resolved.micro_batch_size))
-        return Fit(changes, _costs(resolved, changes), time_cost(resolved, changes), ledger, device)
+        return Fit(changes, costs(resolved, changes), time_cost(resolved, changes), ledger, device)
 
     def without_the_superfluous(found: Fit, limit_gib: float) -> Fit:
         for key in list(found.changes):
@@ -109,27 +116,27 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
         return found
     has_bf16 = device != "cpu" and card_named(device).flash
     candidates = sorted(_candidates(resolved, has_bf16), key=lambda changes: _rank(resolved, changes))
-    by_precision: dict[str, Fit] = {}
+    by_recipe: dict[tuple, Fit] = {}
 
-    def smallest(name: str) -> Fit:
+    def smallest(recipe: tuple) -> Fit:
         """Everything that saves memory, with the batch whole or in single sequences: splitting may add gradients."""
-        if name not in by_precision:
-            same = [c for c in candidates if c.get("precision", resolved.precision) == name]
+        if recipe not in by_recipe:
+            same = [c for c in candidates if _recipe(resolved, c) == recipe]
             everything = max(same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0)))
             whole = {key: value for key, value in everything.items() if key != "micro_batch_size"}
-            by_precision[name] = min(tried(everything), tried(whole), key=lambda one: one.ledger.peak_bytes)
-        return by_precision[name]
+            by_recipe[recipe] = min(tried(everything), tried(whole), key=lambda one: one.ledger.peak_bytes)
+        return by_recipe[recipe]
 
     fused = resolved.attention not in ("eager", "math")
     for changes in candidates:
         if fused and needed_gib(closed_form(resolved.model_copy(update=changes)), device) > ROUGHLY * budget_gib:
             continue  # not worth a trace
-        if smallest(changes.get("precision", resolved.precision)).fits(budget_gib):
+        if smallest(_recipe(resolved, changes)).fits(budget_gib):
             found = tried(changes)
             if found.fits(budget_gib):
                 return without_the_superfluous(found, budget_gib)
-    names = {c.get("precision", resolved.precision) for c in candidates}
-    found = min((smallest(name) for name in names), key=lambda one: one.ledger.peak_bytes)
+    recipes = {_recipe(resolved, changes) for changes in candidates}
+    found = min(map(smallest, recipes), key=lambda one: one.ledger.peak_bytes)
     return without_the_superfluous(found, max(budget_gib, found.needed_gib))
 
 
@@ -148,22 +155,34 @@ def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
         "loss_chunk_tokens": [config.loss_chunk_tokens],
         "precision": precisions,
         "micro_batch_size": sizes,
+        "optimizer": dict.fromkeys((config.optimizer, "adamw_8bit")),
+        "optimizer_in_backward": dict.fromkeys((config.optimizer_in_backward, True)),
     }
     larger_chunks = not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS
     if larger_chunks and config.micro_batch_size * config.seq_len > CHUNK_TOKENS:
         choices["loss_chunk_tokens"].append(CHUNK_TOKENS)
     for values in itertools.product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))
+        if changes["optimizer"] != config.optimizer and changes["precision"] != "pure_bf16":
+            continue
+        if changes["optimizer_in_backward"] != config.optimizer_in_backward and (
+            changes["optimizer"] != "adamw_8bit" or config.max_grad_norm or changes["micro_batch_size"] < sequences
+        ):
+            continue
         yield free | {key: value for key, value in changes.items() if getattr(config, key) != value}
 
 
 def _rank(config: Config, changes: dict[str, Any]) -> tuple:
-    pure = changes.get("precision") == "pure_bf16"
-    return pure, round(time_cost(config, changes), 2), len(changes), -changes.get("micro_batch_size", 0)
+    for_the_last = ("optimizer_in_backward" in changes, "optimizer" in changes, changes.get("precision") == "pure_bf16")
+    return for_the_last, round(time_cost(config, changes), 2), len(changes), -changes.get("micro_batch_size", 0)
 
 
-def _costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
-    """Return a line for each change: what it costs, and why."""
+def _recipe(config: Config, changes: dict[str, Any]) -> tuple:
+    return tuple(changes.get(k, getattr(config, k)) for k in ("precision", "optimizer", "optimizer_in_backward"))
+
+
+def costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
+    """Return a line for each change, `key value: costs …`: what it costs, and why."""
     lines = []
     for key, value in changes.items():
         share = 100 * time_cost(config, {key: value, "precision": changes.get("precision", config.precision)})
@@ -178,6 +197,8 @@ def _costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
             reason = f"about {share:.0f} % of the step: {steps} micro-batches, not {config.grad_accum_steps}"
         elif key == "loss_chunk_tokens":
             reason = "no product twice; smaller ones, and more of them"
+        elif key in WITHOUT_FLOPS:
+            reason = WITHOUT_FLOPS[key]
         else:
             reason = f"about {share:.0f} % of the step: each block's forward pass twice"
         lines.append(f"{key} {value}: costs {reason}")

@@ -35,7 +35,7 @@ from labutils.memory import (
     thinned,
     when_loss_begins,
 )
-from labutils.optimizers import StepInBackward
+from labutils.optimizers import StepInBackward, make_state
 from labutils.records import MemoryLedger
 
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES)
@@ -283,17 +283,14 @@ def trace_step(
 ) -> Trace:
     """Take one step on fake tensors inside `log` and return its trace.
 
-    Before it, the optimizer makes its state from gradients of zero, so that the step is like all later ones. What a
+    Before it, the optimizer makes its state, so that the step is like all later ones. What a
     GradScaler computes is a few scalars: only the product with the scale is traced. `keep_outputs` traces the loop
     whose variable `outputs` (with the logits) lives until the next step's forward pass has replaced it.
     """
     parameters = list(model.parameters())
     for tensor in (*parameters, *model.buffers()):
         log.name(tensor, PARAMETERS)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    make_state(optimizer, parameters)
     for tensor in optimizer_tensors(optimizer):
         log.name(tensor, OPTIMIZER)
     handles = [p.register_post_accumulate_grad_hook(lambda p: log.name(p.grad, GRADIENTS)) for p in parameters]

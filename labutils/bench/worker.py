@@ -6,7 +6,6 @@ arms take turns.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -43,9 +42,6 @@ class Clock:
         yield from (next(stream) for _ in range(warmup))
         self.synchronize()
         self.say(warm_s=time.perf_counter() - begun)
-        if self.where.type == "cuda":
-            gc.collect()
-            torch.cuda.reset_peak_memory_stats()  # the cache stays: emptied, the first block would pay for it
         for _ in range(blocks):
             self.wait()
             start = time.perf_counter()
@@ -53,14 +49,9 @@ class Clock:
             self.synchronize()
             self.say(tokens_per_s=tokens * steps / (time.perf_counter() - start))
         self.wait()  # what follows must not disturb the others' blocks
-        if self.where.type == "cuda":
+        with memory.peak_allocated(self.where) as peak:
             yield from (next(stream) for _ in range(PEAK_STEPS))
-            self.peak_bytes = torch.cuda.max_memory_allocated()
-        else:
-            before = memory.tensor_bytes(_floating_tensors())
-            with memory.allocation_profile() as profile:
-                yield from (next(stream) for _ in range(PEAK_STEPS))
-            self.peak_bytes = before + memory.highest_rise(profile)
+        self.peak_bytes = peak.n_bytes
 
     def wait(self) -> None:
         if not sys.stdin.readline():
@@ -69,12 +60,6 @@ class Clock:
     def synchronize(self) -> None:
         if self.where.type == "cuda":
             torch.cuda.synchronize()
-
-
-def _floating_tensors() -> list[torch.Tensor]:
-    gc.collect()
-    plain = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))  # no compiler's fakes
-    return [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
 
 
 def main(arm: str, config_json: str, *numbers: str) -> None:

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+import labutils as lab
+from labutils.advisor import advise
+from labutils.cli import main
+from tests.helpers import REPO, slow
+
+NAMES = sorted(path.name.removesuffix("_config.yaml") for path in REPO.glob("configs/*_config.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
+    found = advise(lab.load_config(name), "cpu")
+    first = found.helpful[0]
+    config = found.config.model_copy(update=first.changes)
+    again = lab.predict_memory(config, "cpu")
+    assert again.peak_bytes == found.peak_bytes - first.saved_bytes < found.peak_bytes
+    assert found.best_three_peak_bytes <= again.peak_bytes
+    assert not {one.name for one in found.helpful} & {one.name for one in found.useless}
+
+
+@slow
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_card_too(name):
+    assert advise(lab.load_config(name), "a100").helpful[0].saved_bytes > 0
+
+
+def test_what_does_nothing_here_is_said_and_so_is_what_cannot_be():
+    small = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 128}
+    found = advise(lab.load_config("fp32", **small, use_cache=True), "cpu")
+    text = str(found)
+    assert "1. " in text and "would do nothing here" in text
+    assert any("optimizer_in_backward" in name for name in found.impossible)  # it accumulates
+    assert "not possible here" in text
+    standing = advise(lab.load_config("fp32", seq_len=32, micro_batch_size=1, tokens_per_step=32), "cpu")
+    assert standing.peak_phase == "optimizer"
+    assert standing.helpful[0].changes == {"optimizer": "adamw_8bit"}
+    assert {"gradient_checkpointing": "block"} in [one.changes for one in standing.useless]
+
+
+def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
+    small = ["--set=seq_len=32", "--set=micro_batch_size=2", "--set=tokens_per_step=64", "--set=steps=2"]
+    assert main(["run", "fp32", *small, "--set=lr_warmup_steps=0", "--set=name=mine"]) == 0
+    capsys.readouterr()
+    assert main(["advise", "mine", "--device", "cpu"]) == 0
+    from_record = capsys.readouterr().out
+    assert from_record.startswith("mine: predicted peak") and "measured" in from_record
+    assert main(["advise", "fp32", "--device", "cpu", *small]) == 0
+    assert "1. " in capsys.readouterr().out

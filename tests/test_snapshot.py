@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils import memory, snapshot
+from tests.helpers import CPU
+
+
+def small_step():
+    """Return a function that takes one step of a small model, its optimizer's state made already."""
+    model = lab.build_model(dropout=0.0, activation="gelu_tanh")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, 2048, (2, 64))
+
+    def step():
+        loss = lab.lm_loss_sum(model, {"input_ids": ids, "labels": ids})
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step()
+    return step
+
+
+def test_a_recorded_step_rises_as_far_as_the_allocator_says_and_leaves_nothing():
+    step = small_step()
+    with memory.allocation_profile() as profile:
+        step()
+    with snapshot.record(CPU) as found:
+        step()
+    assert found.alive().sum(axis=1).max() == pytest.approx(memory.highest_rise(profile), rel=0.01)
+    assert sum(found.at_end().values()) == 0
+    assert found.alive().min() >= 0
+
+
+def test_the_line_that_allocates_is_named_and_a_leak_is_seen_at_the_end():
+    kept = []
+    with snapshot.record(CPU) as found:
+        for _ in range(3):
+            kept.append(torch.zeros(1000))
+            torch.ones(500).exp()
+    assert len(kept) == 3
+    (line,) = found.at_end()
+    assert line.endswith("kept.append(torch.zeros(1000))") and found.at_end()[line] == 3 * 4000
+    assert next(iter(found.at_peak())) == line
+
+
+def test_what_autograd_keeps_lives_until_backward():
+    x = torch.ones(1000, requires_grad=True)
+    with snapshot.record(CPU) as found:
+        y = x.exp()  # backward reads its result
+        loss = y.sum()
+        del y
+        alive = found.alive()[-1].sum()
+        loss.backward()
+    assert alive >= 4000
+    assert sum(found.at_end().values()) == x.grad.nbytes + loss.nbytes
+
+
+def test_an_emulated_limit_raises_and_the_recording_is_kept():
+    with pytest.raises(torch.OutOfMemoryError, match="emulated"), snapshot.record(CPU, limit_bytes=10_000) as found:
+        kept = [torch.zeros(1000) for _ in range(10)]
+        assert kept
+    assert sum(found.at_peak().values()) == 12_000
+
+
+def test_json_round_trip(tmp_path):
+    with snapshot.record(CPU) as found:
+        torch.zeros(1000).exp()
+    found.save(tmp_path / "a.json")
+    again = snapshot.load(tmp_path / "a.json")
+    assert (again.method, again.events, again.lines) == (found.method, found.events, found.lines)
+
+
+class RunsCode:
+    def __reduce__(self):
+        return print, ("code from a pickle",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(RunsCode()),
+        pickle.dumps([1, 2]),
+        pickle.dumps({"device_traces": []}),
+        b"",
+        b"{",
+        b'{"method": "x", "lines": [], "events": [[0, 1, 5]]}',
+        b"\x80\x04garbage",
+    ],
+)
+def test_foreign_or_damaged_files_run_no_code_and_say_so(tmp_path, capsys, content):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(ValueError, match="x is no snapshot that can be read"):
+        snapshot.load(tmp_path / "x")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_allocators_own_format(tmp_path):
+    """As documented with torch.cuda.memory._snapshot; on a GPU a test reads a real one."""
+    frames = [
+        {"filename": f"{snapshot.TORCH}/x.py", "line": 1, "name": "x"},
+        {"filename": __file__, "line": 1, "name": "f"},
+    ]
+    trace = [
+        {"action": "free_completed", "addr": 9, "size": 512, "frames": []},  # from before the recording
+        {"action": "segment_alloc", "addr": 0, "size": 2**21, "frames": frames},
+        {"action": "alloc", "addr": 1, "size": 512, "frames": frames},
+        {"action": "alloc", "addr": 2, "size": 1024, "frames": []},
+        {"action": "free_requested", "addr": 1, "size": 512, "frames": frames},
+        {"action": "free_completed", "addr": 1, "size": 512, "frames": frames},
+        {"action": "alloc", "addr": 1, "size": 2048, "frames": frames},
+    ]
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
+    found = snapshot.load(tmp_path / "s.pickle")
+    own = "f: from __future__ import annotations"
+    assert found.at_end() == {own: 2048, "outside Python": 1024}
+    assert found.alive().sum(axis=1).tolist() == [512, 1536, 1024, 3072]
+
+
+def test_after_an_error_in_a_cell_the_tensors_of_its_frames_are_free():
+    """IPython keeps the last traceback; `free_memory` lets go of what hangs on it."""
+    shell_module = pytest.importorskip("IPython.core.interactiveshell")
+    shell = shell_module.InteractiveShell()
+    shell.run_cell("import torch")
+    before = memory.tensor_bytes(memory._floating_tensors())
+    cell = "def f():\n    held = torch.zeros(1_000_000)\n    raise RuntimeError(held.shape)\nf()"
+    result = shell.run_cell(cell)
+    assert isinstance(result.error_in_exec, RuntimeError)
+    assert memory.tensor_bytes(memory._floating_tensors()) >= before + 4_000_000
+    lab.free_memory()
+    assert memory.tensor_bytes(memory._floating_tensors()) == before
+
+
+def test_peak_allocated_counts_what_was_there_and_the_highest_rise():
+    standing = torch.zeros(50_000)
+    before = memory.tensor_bytes(memory._floating_tensors())
+    with lab.peak_allocated(CPU) as peak:
+        torch.zeros(10_000)
+        torch.zeros(30_000)
+    assert peak.n_bytes == before + 120_000
+    assert len(standing) == 50_000
