@@ -99,8 +99,13 @@ def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
     if config.precision in ("fp32", "tf32"):
         has_bf16 = device == "cpu" or card_named(device).flash
         found.append({"precision": "bf16" if has_bf16 else "fp16"})
-    smaller = [n for n in range(1, config.micro_batch_size) if config.micro_batch_size % n == 0]
-    found += [{"micro_batch_size": max(smaller)}] if smaller else []
+    smaller = max((n for n in range(1, config.micro_batch_size) if config.micro_batch_size % n == 0), default=0)
+    if smaller and not config.optimizer_in_backward:
+        found.append({"micro_batch_size": smaller})
+    elif smaller:  # it cannot accumulate
+        found.append({"tokens_per_step": smaller * config.seq_len, "micro_batch_size": smaller})
+    elif config.optimizer_in_backward:
+        found.append({"tokens_per_step": config.seq_len // 2, "seq_len": config.seq_len // 2})
     found.append({"gradient_checkpointing": "block"})
     found.append({"loss_chunk_tokens": min(CHUNK_TOKENS, max(2, config.micro_batch_size * config.seq_len // 4))})
     found.append({"optimizer": "adamw_8bit"})

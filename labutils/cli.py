@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--gpu-memory-gib", type=_gib, metavar="GIB", help="the card's memory, if not the device's")
     predict.add_argument("--json", action="store_true", help="print JSON")
-    advise = add("advise", _advise, "name the changes that would save most memory in a run, and those that save none")
+    advise = add("advise", _advise, "name the changes that would save most memory in a run")
     advise.add_argument("run", help="a config as for predict, or a record's name, id or path")
     advise.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="of a config only"
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     advise.add_argument(
         "--device",
         choices=["t4", "rtx4060", "a100", "h200", "this", "cpu"],
-        help="(a100; for a record the kind it ran on)",
+        help="(a100, or for a record its own kind)",
     )
     add("runs", _runs, "list the recorded runs, oldest first")
     comparing = add("compare", _compare, "compare recorded runs; the first is the baseline")

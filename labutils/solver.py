@@ -28,6 +28,8 @@ WITHOUT_FLOPS = {  # what they cost is not in `time_cost`
     "optimizer": "a slower update, and moments of 8 bits: compare the losses",
     "optimizer_in_backward": "no clipping and no accumulation; the same update otherwise",
     "max_grad_norm": "no clipping",
+    "tokens_per_step": "fewer tokens in a step, so noisier gradients: another experiment",
+    "seq_len": "less context: another experiment",
 }
 CHUNK_TOKENS = 512
 # FLOPs that a card computes while it moves one byte, from the datasheet of the A100 80 GB: TFLOP/s over 2.0 TB/s. Other

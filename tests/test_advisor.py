@@ -10,12 +10,13 @@ from tests.helpers import REPO, slow
 NAMES = sorted(path.name.removesuffix("_config.yaml") for path in REPO.glob("configs/*_config.yaml"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n if n in ("fp32", "xl") else pytest.param(n, marks=slow) for n in NAMES])
 def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
-    found = advise(lab.load_config(name), "cpu")
+    device = "rtx4060" if name == "xl" else "cpu"  # on a CPU nothing is left that would help xl
+    found = advise(lab.load_config(name), device)
     first = found.helpful[0]
     config = found.config.model_copy(update=first.changes)
-    again = lab.predict_memory(config, "cpu")
+    again = lab.predict_memory(config, device)
     assert again.peak_bytes == found.peak_bytes - first.saved_bytes < found.peak_bytes
     assert found.best_three_peak_bytes <= again.peak_bytes
     assert not {one.name for one in found.helpful} & {one.name for one in found.useless}
@@ -28,21 +29,18 @@ def test_on_a_card_too(name):
 
 
 def test_what_does_nothing_here_is_said_and_so_is_what_cannot_be():
-    small = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 128}
-    found = advise(lab.load_config("fp32", **small, use_cache=True), "cpu")
+    """With one short sequence the peak is what stands; what accumulates cannot update within backward."""
+    found = advise(lab.load_config("fp32", seq_len=32, micro_batch_size=1, tokens_per_step=64), "cpu")
+    assert found.helpful[0].changes == {"optimizer": "adamw_8bit"}
+    assert found.useless[0].name.startswith("loss_chunk_tokens")
+    assert any("optimizer_in_backward" in name for name in found.impossible)
     text = str(found)
-    assert "1. " in text and "would do nothing here" in text
-    assert any("optimizer_in_backward" in name for name in found.impossible)  # it accumulates
-    assert "not possible here" in text
-    standing = advise(lab.load_config("fp32", seq_len=32, micro_batch_size=1, tokens_per_step=32), "cpu")
-    assert standing.peak_phase == "optimizer"
-    assert standing.helpful[0].changes == {"optimizer": "adamw_8bit"}
-    assert {"gradient_checkpointing": "block"} in [one.changes for one in standing.useless]
+    assert "1. optimizer: adamw_8bit" in text and "would do nothing here: " in text and "not possible here: " in text
 
 
 def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
-    small = ["--set=seq_len=32", "--set=micro_batch_size=2", "--set=tokens_per_step=64", "--set=steps=2"]
-    assert main(["run", "fp32", *small, "--set=lr_warmup_steps=0", "--set=name=mine"]) == 0
+    small = ["--set=seq_len=32", "--set=micro_batch_size=2", "--set=tokens_per_step=64", "--set=steps=9"]
+    assert main(["run", "fp32", *small, "--set=name=mine"]) == 0
     capsys.readouterr()
     assert main(["advise", "mine", "--device", "cpu"]) == 0
     from_record = capsys.readouterr().out
