@@ -19,7 +19,7 @@ _MODULE_OF = {
     **dict.fromkeys(("choose_device", "setup"), "device"),
     **dict.fromkeys(("build_model", "count_targets", "lm_loss_sum", "flops_per_token"), "models"),
     **dict.fromkeys(("autocast", "grad_scaler", "matmul_rate", "support", "tf32"), "precision"),
-    **dict.fromkeys(("free_memory", "measure_step", "peak_allocated"), "memory"),
+    **dict.fromkeys(("allocated_bytes", "free_memory", "measure_step", "peak_allocated"), "memory"),
     **dict.fromkeys(("predict_memory", "predict_module"), "predict"),
     **dict.fromkeys(("fit", "largest_micro_batch", "needed_gib", "shape_that_fits"), "solver"),
     **dict.fromkeys(("closed_form", "static_gib"), "formula"),

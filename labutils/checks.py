@@ -64,6 +64,21 @@ HINTS = {
         "A segment smaller than the largest one is free to grow; each further segment costs one input.",
         "Which layers should share a segment with the huge one?",
     ),
+    "nvidia_smi": (
+        "Which of the numbers does the driver know of? It has never heard of tensors.",
+        "The driver has handed out segments, and the process itself took something before its first tensor.",
+        "1 GiB is 1024 MiB.",
+    ),
+    "leak": (
+        "Whose results grow in number from step to step? Two lines' do.",
+        "`augment` has the highest peak, but what of it is alive at the end?",
+        "Backward frees what a graph keeps. Which function builds a graph through which nothing ever goes backward?",
+    ),
+    "largest_batch": (
+        "Draw both points. Does the line through them go through zero?",
+        "How much does one more sequence cost, and what is left at zero sequences?",
+        "A batch is a whole number, and it must not exceed the budget.",
+    ),
 }
 
 
@@ -587,3 +602,89 @@ def _placement_problem(kept: list[float], input_size: float, answer: Sequence[in
     if max(segments(starts)) > max(kept):
         return f"{given} What is in that largest segment, and need segments be equally long?"
     return f"{given} The huge layer stands alone; do the others need so many segments?"
+
+
+def nvidia_smi(allocated_gib: float, reserved_gib: float, context_gib: float, answer: float | None) -> None:
+    """Check what nvidia-smi shows for a process, in MiB."""
+    _report(answer, lambda: _smi_problem(allocated_gib, reserved_gib, context_gib, answer))
+
+
+def _smi_problem(allocated: float, reserved: float, context: float, answer: float) -> str | None:
+    misconceptions = {
+        allocated: "those are the tensors alone; the driver does not see tensors.",
+        reserved: "the context is missing: it is the process's as well.",
+        allocated + context: "cached segments belong to the process until it returns them.",
+        allocated + reserved + context: "allocated bytes lie within the reserved ones.",
+        allocated + reserved: "allocated bytes lie within the reserved ones, and the context is missing.",
+    }
+    if abs(answer - (reserved + context) * 1024) < 1:
+        return None
+    for gib, problem in misconceptions.items():
+        if abs(answer - gib * 1024) < 1:
+            return problem
+    if abs(answer - (reserved + context) * 1000) < 1 or abs(answer - (reserved + context)) < 0.01:
+        return "the right bytes, in another unit: 1 GiB is 1024 MiB."
+    if abs(answer - (reserved + context) * 2**30 / 1e6) < 1:
+        return "those are MB of a million bytes; nvidia-smi counts in MiB."
+    return "which of the three numbers does the driver know of?"
+
+
+def leak(answer: str | None) -> None:
+    """Check which function of notebook 04's little program keeps a graph alive."""
+    _report(answer, lambda: _leak_problem(answer))
+
+
+def _leak_problem(answer: str) -> str | None:
+    return {
+        "running_mean": None,
+        "forward": "its results are alive, true; but training alone would let go of them. Who still needs them?",
+        "augment": "it has the highest peak, and nothing of it is alive at the end: a peak is no leak.",
+    }.get(str(answer).strip("() "), "the answer is the name of one of the three functions.")
+
+
+def largest_batch(peaks: dict[int, float], budget: float, answer: int | None) -> None:
+    """Check the largest batch under a budget, on the line through two measured peaks."""
+    _report(answer, lambda: _batch_problem(peaks, budget, answer))
+
+
+def _batch_problem(peaks: dict[int, float], budget: float, answer: int) -> str | None:
+    (a, peak_a), (b, peak_b) = sorted(peaks.items())
+    slope = (peak_b - peak_a) / (b - a)
+    intercept = peak_a - a * slope
+    right = (budget - intercept) // slope
+    if answer == right:
+        return None
+    if answer in (budget // (peak_a / a), budget // (peak_b / b)):
+        return "that divides the budget by the cost per sequence of one point: as if the line went through zero."
+    if answer == budget // slope:
+        return "the slope is right; but part of the budget is gone before the first sequence."
+    if answer != int(answer):
+        return "half a sequence cannot be trained: the answer is a whole number."
+    needed = intercept + answer * slope
+    return f"{answer} sequences need {needed:g}: " + (
+        "that is over the budget." if needed > budget else "one more fits."
+    )
+
+
+STATEMENTS = (
+    ("A technique that saves activations always lowers the peak.", False, "only if activations are alive at the peak"),
+    ("empty_cache() can make room for a tensor of this process.", False, "PyTorch empties the cache itself first"),
+    ("nvidia-smi shows at least what PyTorch has reserved.", True, "reserved segments, and the context"),
+    ("A snapshot made without _record_memory_history first has no history.", True, "only the present state"),
+    ("Twice the batch needs at least twice the memory.", False, "weights and moments do not grow with it"),
+    ("More accumulation steps at the same micro-batch lower the peak.", False, "the micro-batch must shrink"),
+    ("After a failed cell, tensors of its functions can still be alive.", True, "the traceback keeps their frames"),
+    ("In a small model with a large vocabulary the logits can outweigh a block.", True, "section 4 measured it"),
+    ("A BF16 weight rounded to nearest follows every small update.", False, "below half a step it does not move"),
+    ("Freeing gradients in backward still allows clipping by the global norm.", False, "that needs all gradients"),
+)
+
+
+def self_test(answers: Sequence[bool | None]) -> None:
+    """Print ten statements, and for each answer that is not None whether it is right, and why."""
+    if len(answers) != len(STATEMENTS):
+        print(f"There are {len(STATEMENTS)} statements; the list has {len(answers)} entries.")
+        return
+    for i, ((text, truth, reason), answer) in enumerate(zip(STATEMENTS, answers, strict=True), start=1):
+        verdict = "open " if answer is None else "right" if answer is truth else "wrong"
+        print(f"{i:2d}. {verdict}  {text}" + (f" ({reason})" if answer is not None else ""))

@@ -260,16 +260,22 @@ def peak_allocated(device: torch.device) -> Iterator[Peak]:
         torch.cuda.synchronize(device)
         found.n_bytes = torch.cuda.max_memory_allocated(device)
         return
-    before = tensor_bytes(_floating_tensors())
+    before = allocated_bytes(device)
     with allocation_profile() as profile:
         yield found
     found.n_bytes = before + highest_rise(profile)
 
 
-def _floating_tensors() -> list[torch.Tensor]:
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes of all tensors alive on a device: CUDA's statistics, or on a CPU its floating-point tensors.
+
+    On a CPU those that only autograd holds are not found.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
     gc.collect()
     plain = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))  # no compiler's fakes
-    return [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
+    return tensor_bytes([tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"])
 
 
 def highest_rise(profile: torch.profiler.profile) -> int:

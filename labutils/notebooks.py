@@ -62,7 +62,7 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Fold what carriage returns overwrote, join split streams, drop times of execution and widget state."""
+    """Fold what carriage returns overwrote, join split streams; drop times, widget state and the frames of errors."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -73,6 +73,8 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
             else:
                 joined.append(output)
         for output in joined:
+            if output.output_type == "error":  # the frames name folders of this machine
+                output.traceback = [f"{output.ename}: {output.evalue}"]
             if output.output_type == "stream":
                 output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
         if cell.cell_type == "code":

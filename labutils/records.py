@@ -231,7 +231,7 @@ def find_equal(record: RunRecord) -> RunRecord | None:
 
 def reference_runs(name: str) -> list[RunRecord]:
     """Return the recorded runs of the named experiment on named hardware; an empty list if none is recorded yet."""
-    records = [load_record(path) for path in sorted(REFERENCE_DIR.glob("*.json"))]
+    records = [load_record(path) for path in sorted(REFERENCE_DIR.glob("*.json")) if "snapshot" not in path.name]
     return [record for record in records if record.name == name]
 
 

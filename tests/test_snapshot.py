@@ -128,18 +128,18 @@ def test_after_an_error_in_a_cell_the_tensors_of_its_frames_are_free():
     shell_module = pytest.importorskip("IPython.core.interactiveshell")
     shell = shell_module.InteractiveShell()
     shell.run_cell("import torch")
-    before = memory.tensor_bytes(memory._floating_tensors())
+    before = lab.allocated_bytes(CPU)
     cell = "def f():\n    held = torch.zeros(1_000_000)\n    raise RuntimeError(held.shape)\nf()"
     result = shell.run_cell(cell)
     assert isinstance(result.error_in_exec, RuntimeError)
-    assert memory.tensor_bytes(memory._floating_tensors()) >= before + 4_000_000
+    assert lab.allocated_bytes(CPU) >= before + 4_000_000
     lab.free_memory()
-    assert memory.tensor_bytes(memory._floating_tensors()) == before
+    assert lab.allocated_bytes(CPU) == before
 
 
 def test_peak_allocated_counts_what_was_there_and_the_highest_rise():
     standing = torch.zeros(50_000)
-    before = memory.tensor_bytes(memory._floating_tensors())
+    before = lab.allocated_bytes(CPU)
     with lab.peak_allocated(CPU) as peak:
         torch.zeros(10_000)
         torch.zeros(30_000)
