@@ -25,33 +25,30 @@ def round_stochastically(x: torch.Tensor) -> torch.Tensor:
     return noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
 
-def pack(x: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 8-bit codes `(n,)` of a flat float32 tensor, and a float32 scale for each BLOCK of them, `(⌈n/BLOCK⌉,)`.
+def pack(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> None:
+    """Write float32 `x`, `(blocks, BLOCK)`, as 8-bit `codes` of that shape and one `scale` per block, `(blocks, 1)`.
 
-    Coded is the square root (of the second moment the fourth root) of a number over the scale, so that small numbers,
-    of which there are many, get most codes. Codes are rounded by chance, or a slow average would never move. In the
-    second moment, which is divided by, no number becomes 0. After Dettmers et al. 2022 (2110.02861), whose codes are
-    spaced otherwise.
+    Coded is the square root (of the second moment, which has no sign, the fourth root) of a number over the scale, so
+    that small numbers, of which there are many, get most codes. Codes are rounded by chance, or a slow average would
+    never move. In the second moment, which is divided by, no code is 0. After Dettmers et al. 2022 (2110.02861), whose
+    codes are spaced otherwise. `x` is overwritten where it can be.
     """
-    dtype, largest, n_roots = kind
-    blocks = F.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
-    sizes = blocks.abs()
-    scale = sizes.amax(dim=1, keepdim=True)
-    sizes.div_(scale.clamp(min=torch.finfo(torch.float32).tiny))
+    _, largest, n_roots = kind
+    sizes = x.abs() if kind is FIRST else x
+    scale.copy_(sizes.amax(dim=1, keepdim=True)).div_(largest**2**n_roots).clamp_(min=torch.finfo(torch.float32).tiny)
+    sizes.div_(scale)
     for _ in range(n_roots):
         sizes.sqrt_()
-    codes = sizes.mul_(largest).copysign_(blocks)
-    codes = codes.add_(torch.rand_like(codes)).floor_().clamp_(1 if kind is SECOND else -largest, largest)
-    return codes.flatten()[: len(x)].to(dtype), scale[:, 0]
+    if kind is FIRST:
+        sizes.copysign_(x)
+    codes.copy_(sizes.add_(torch.rand_like(sizes)).floor_().clamp_(-largest if kind is FIRST else 1, largest))
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> torch.Tensor:
-    """Return the float32 numbers `(n,)` that `pack` has coded."""
-    _, largest, n_roots = kind
-    x = codes.float().div_(largest)
-    for _ in range(n_roots):
-        x.mul_(x.abs())
-    return x.mul_(scale.repeat_interleave(BLOCK)[: len(x)])
+    """Return the float32 numbers, `(blocks, BLOCK)`, that `pack` has coded."""
+    x = codes.float()
+    x = x.mul_(x.abs()) if kind is FIRST else x.square_().square_()
+    return x.mul_(scale)
 
 
 class SmallAdamW(torch.optim.Optimizer):
@@ -79,11 +76,11 @@ class SmallAdamW(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p] or self._start(p, group["bits"])
                 state["step"] += 1
-                slabs = [t.view(-1).split(SLAB) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
-                for i, parts in enumerate(zip(*slabs, strict=True)):
-                    at = slice(i * SLAB // BLOCK, (i + 1) * SLAB // BLOCK)
-                    scales = [state[key][at] for key in ("scale", "scale_sq")] if group["bits"] == 8 else [None, None]
-                    _update(*parts, *scales, group, state["step"])
+                keys = ("exp_avg", "exp_avg_sq", "scale", "scale_sq")[: 4 if group["bits"] == 8 else 2]
+                flat = [t.reshape(-1).split(SLAB) for t in (p, p.grad)]
+                blocks = [state[key].split(SLAB // BLOCK) for key in keys]
+                for p_slab, gradient, *moments in zip(*flat, *blocks, strict=True):
+                    _update(p_slab, gradient, *moments, group=group, step=state["step"])
 
     def make_state(self) -> None:
         """Make all moments now, as zeros; otherwise the first step does."""
@@ -93,29 +90,33 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
         first, second = (FIRST[0], SECOND[0]) if bits == 8 else (torch.bfloat16, torch.bfloat16)
-        state = self.state[p]
-        state |= {"step": 0, "exp_avg": torch.zeros_like(p, dtype=first)}
-        state["exp_avg_sq"] = torch.zeros_like(p, dtype=second)
+        shape, state = (-(-p.numel() // BLOCK), BLOCK), self.state[p]  # the last block may be longer than it need be
+        state |= {"step": 0, "exp_avg": torch.zeros(shape, dtype=first, device=p.device)}
+        state["exp_avg_sq"] = torch.zeros(shape, dtype=second, device=p.device)
         if bits == 8:
             for key in ("scale", "scale_sq"):
-                state[key] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
+                state[key] = torch.zeros(len(state["exp_avg"]), 1, dtype=torch.float32, device=p.device)
         return state
 
 
-def _update(p, gradient, exp_avg, exp_avg_sq, scale, scale_sq, group: dict[str, Any], step: int) -> None:
-    """Do one slab of one parameter; everything is flat and changed in place."""
+def _update(p, gradient, exp_avg, exp_avg_sq, scale=None, scale_sq=None, *, group: dict[str, Any], step: int) -> None:
+    """Do one slab of one parameter, `(n,)`, its moments `(blocks, BLOCK)`; all but the gradient is changed in place."""
     beta1, beta2 = group["betas"]
-    gradient = gradient.float()
-    first = unpack(exp_avg, scale, FIRST) if scale is not None else exp_avg.float()
+    n, gradient = len(p), gradient.float()
+    if n % BLOCK:
+        gradient = F.pad(gradient, (0, -n % BLOCK))
+    gradient = gradient.view(-1, BLOCK)
+    first = exp_avg.float() if scale is None else unpack(exp_avg, scale, FIRST)
     first.lerp_(gradient, 1 - beta1)
     _keep(first, exp_avg, scale, FIRST)
-    second = unpack(exp_avg_sq, scale_sq, SECOND) if scale_sq is not None else exp_avg_sq.float()
+    second = exp_avg_sq.float() if scale is None else unpack(exp_avg_sq, scale_sq, SECOND)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     del gradient
+    denominator = second.div(1 - beta2**step).sqrt_().add_(group["eps"])
     _keep(second, exp_avg_sq, scale_sq, SECOND)
-    denominator = second.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+    del second
     weights = p.float().mul_(1 - group["lr"] * group["weight_decay"])  # not a copy if p is float32
-    weights.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1**step))
+    weights.addcdiv_(first.view(-1)[:n], denominator.view(-1)[:n], value=-group["lr"] / (1 - beta1**step))
     if p.dtype == torch.bfloat16:
         p.copy_(round_stochastically(weights))
 
@@ -123,10 +124,8 @@ def _update(p, gradient, exp_avg, exp_avg_sq, scale, scale_sq, group: dict[str, 
 def _keep(moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, kind: tuple) -> None:
     if scale is None:
         stored.copy_(round_stochastically(moment))
-        return
-    codes, scales = pack(moment, kind)
-    stored.copy_(codes)
-    scale.copy_(scales)
+    else:
+        pack(moment, stored, scale, kind)
 
 
 def make_state(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
