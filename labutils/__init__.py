@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 __version__ = "0.1.0"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's notes on freed blocks are not for students
 
 _MODULE_OF = {
     "checks": "checks",

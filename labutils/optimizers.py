@@ -77,7 +77,7 @@ class SmallAdamW(torch.optim.Optimizer):
                 state = self.state[p] or self._start(p, group["bits"])
                 state["step"] += 1
                 keys = ("exp_avg", "exp_avg_sq", "scale", "scale_sq")[: 4 if group["bits"] == 8 else 2]
-                flat = [t.reshape(-1).split(SLAB) for t in (p, p.grad)]
+                flat = [p.view(-1).split(SLAB), p.grad.reshape(-1).split(SLAB)]
                 blocks = [state[key].split(SLAB // BLOCK) for key in keys]
                 for p_slab, gradient, *moments in zip(*flat, *blocks, strict=True):
                     _update(p_slab, gradient, *moments, group=group, step=state["step"])
