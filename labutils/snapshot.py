@@ -129,7 +129,7 @@ def _read_traces(raw: dict[str, Any], device_index: int) -> tuple[list[str], lis
     for entry in raw["device_traces"][device_index]:
         address, n_bytes = entry["addr"], entry["size"]
         if entry["action"] == "alloc":
-            frames = [(f["filename"], f["line"], f["name"]) for f in entry["frames"]]
+            frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", [])]
             alive[address] = n_bytes, lines.setdefault(_own_line(frames), len(lines))
             events.append((address, n_bytes, alive[address][1]))
         elif entry["action"] == "free_completed" and address in alive:  # else it was there before the recording

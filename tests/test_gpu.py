@@ -255,3 +255,57 @@ def test_quick_bench_on_cuda(runs, capsys):
     assert main(["bench", "--quick", "--arms", "source", "plain_compiled", *small]) == 0
     printed = capsys.readouterr().out
     assert "not run" not in printed, printed
+
+
+def test_a_real_snapshot_is_read_and_agrees_with_the_allocators_peak(tmp_path):
+    lab.free_memory()
+    start = torch.cuda.memory_allocated()
+    with lab.snapshot.record(CUDA) as found:
+        kept = [torch.zeros(2**20, device=CUDA) for _ in range(4)]
+        del kept[1:]
+        torch.cuda.memory._dump_snapshot(str(tmp_path / "s.pickle"))
+    assert found.alive().sum(axis=1).max() == torch.cuda.max_memory_allocated() - start
+    assert sum(found.at_end().values()) == torch.cuda.memory_allocated() - start
+    assert any("torch.zeros(2**20, device=CUDA)" in line for line in found.at_end())
+    assert lab.snapshot.load(tmp_path / "s.pickle").at_peak() == found.at_peak()
+
+
+@pytest.mark.parametrize("name", ["8 bits", "in backward", "everything"])
+def test_lean_optimizers_train_as_the_ledger_says(runs, name):
+    from tests.test_optimizers import CASES, LEAN
+
+    config = lab.load_config("fp32", **(SMALL | {"tokens_per_step": 256}), **LEAN, **CASES[name])
+    record = lab.run_experiment(config, where=CUDA, progress=False)
+    assert record.series.loss[-1] < record.series.loss[0]
+    assert record.memory.peak_bytes == pytest.approx(lab.predict_memory(config, "this").peak_bytes, rel=0.02)
+
+
+def test_xl_stays_under_its_limit(runs):
+    if torch.cuda.mem_get_info()[0] < 8 * 2**30:
+        pytest.skip("less than 8 GiB are free")
+    record = lab.run_experiment(lab.load_config("xl", steps=3, lr_warmup_steps=1), where=CUDA, progress=False)
+    assert record.outcome == "completed", record.reason
+    assert record.memory.peak_bytes == pytest.approx(
+        lab.predict_memory(lab.load_config("xl"), "this").peak_bytes, rel=0.02
+    )
+
+
+def test_after_a_failed_cell_memory_is_back():
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    lab.free_memory()
+    before = torch.cuda.memory_allocated()
+    loop = "while True: kept.append(torch.zeros(2**26, device='cuda'))"
+    cell = f"import torch\ndef f():\n    kept = []\n    {loop}\nf()"
+    with lab.memory.memory_limit(before / 2**30 + 1, CUDA):
+        result = shell.run_cell(cell)
+    assert isinstance(result.error_in_exec, torch.OutOfMemoryError)
+    assert torch.cuda.memory_allocated() > before
+    lab.free_memory()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_peak_allocated_on_cuda():
+    before = lab.allocated_bytes(CUDA)
+    with lab.peak_allocated(CUDA) as peak:
+        torch.zeros(2**20, device=CUDA)
+    assert peak.n_bytes == before + 2**22
