@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from labutils import precision
 from labutils.config import Config, ConfigError
-from labutils.predict import card_named, predict_memory, resolve
+from labutils.predict import CPU, card_named, predict_memory, resolve
 from labutils.records import MIB, RunRecord
 from labutils.solver import CHUNK_TOKENS, FREE, costs, time_cost
 
@@ -66,21 +67,26 @@ def advise(run: Config | RunRecord, device: str = "a100") -> Advices:
     tried, impossible = [], {}
     for changes in _candidates(resolved, device):
         name = ", ".join(f"{key}: {value}" for key, value in changes.items())
+        if device == "cpu" and (slow := _slow_here(changes)):
+            impossible[name] = slow
+            continue
         try:
             ledger = predict_memory(resolved.model_copy(update=changes), device)
         except (ConfigError, precision.PrecisionUnsupported) as problem:
             impossible[name] = str(problem).partition(": ")[2]
             continue
         saved = now.peak_bytes - ledger.peak_bytes
-        (cost,) = costs(resolved, changes)[:1]
-        tried.append(
-            Advice(changes, saved, time_cost(resolved, changes), cost.partition(": costs ")[2], ledger.peak_phase)
-        )
+        cost = "; ".join(line.partition(": costs ")[2] for line in costs(resolved, changes))
+        tried.append(Advice(changes, saved, time_cost(resolved, changes), cost, ledger.peak_phase))
     tried.sort(key=lambda one: (-one.saved_bytes, one.time_cost))
     helpful = [one for one in tried if one.saved_bytes > NOTHING * now.peak_bytes]
     together: dict[str, Any] = {}
-    for one in helpful[:3]:
-        together = one.changes | together
+    best = now.peak_bytes
+    for one in helpful[:3]:  # one after the other: some exclude each other
+        with suppress(ConfigError):
+            peak = predict_memory(resolved.model_copy(update=together | one.changes), device).peak_bytes
+            if peak < best:
+                together, best = together | one.changes, peak
     return Advices(
         config=resolved,
         peak_bytes=now.peak_bytes,
@@ -88,8 +94,13 @@ def advise(run: Config | RunRecord, device: str = "a100") -> Advices:
         helpful=helpful,
         useless=[one for one in tried if one not in helpful],
         impossible=impossible,
-        best_three_peak_bytes=predict_memory(resolved.model_copy(update=together), device).peak_bytes,
+        best_three_peak_bytes=best,
     )
+
+
+def _slow_here(changes: dict[str, Any]) -> str:
+    answer = precision.support(changes.get("precision", "fp32"), CPU)
+    return answer.reason if answer.slow else ""
 
 
 def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
@@ -108,6 +119,6 @@ def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
         found.append({"tokens_per_step": config.seq_len // 2, "seq_len": config.seq_len // 2})
     found.append({"gradient_checkpointing": "block"})
     found.append({"loss_chunk_tokens": min(CHUNK_TOKENS, max(2, config.micro_batch_size * config.seq_len // 4))})
-    found.append({"optimizer": "adamw_8bit"})
+    found += [{"optimizer": "adamw_8bit"}] if config.optimizer.startswith("adamw") else []
     found.append({"optimizer_in_backward": True} | ({"max_grad_norm": 0.0} if config.max_grad_norm else {}))
     return [changes for changes in found if any(getattr(config, key) != value for key, value in changes.items())]

@@ -674,7 +674,7 @@ STATEMENTS = (
     ("Twice the batch needs at least twice the memory.", False, "weights and moments do not grow with it"),
     ("More accumulation steps at the same micro-batch lower the peak.", False, "the micro-batch must shrink"),
     ("After a failed cell, tensors of its functions can still be alive.", True, "the traceback keeps their frames"),
-    ("In a small model with a large vocabulary the logits can outweigh a block.", True, "section 4 measured it"),
+    ("In a small model with a large vocabulary the logits can outweigh a block.", True, "section 4"),
     ("A BF16 weight rounded to nearest follows every small update.", False, "below half a step it does not move"),
     ("Freeing gradients in backward still allows clipping by the global norm.", False, "that needs all gradients"),
 )

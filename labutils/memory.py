@@ -45,12 +45,16 @@ def free_memory() -> None:
     keeps the traceback until the next error. (So `%debug` finds no variables after this.) Were peak statistics reset
     before the garbage is collected, the new peak would start with it. On a CPU there is nothing to return or reset.
     """
-    error = getattr(sys, "last_value", None)
-    while error is not None:
+    errors, seen = [getattr(sys, "last_value", None)], set()
+    while errors:
+        error = errors.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        errors += [error.__cause__, error.__context__]
         traceback.clear_frames(error.__traceback__)
         for frame, _ in traceback.walk_tb(error.__traceback__):
             frame.f_locals  # noqa: B018 (before Python 3.13 a debugger's copy of the variables; reading it renews it)
-        error = error.__cause__ or error.__context__
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

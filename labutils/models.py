@@ -188,7 +188,8 @@ def use_attention(model: nn.Module, kind: str) -> None:
         padding = inputs.get("attention_mask")
         if padding is not None and padding.ndim == 2 and module.config._attn_implementation == name:
             keys = padding.shape[1]
-            queries = keys if inputs.get("past_key_values") is None else inputs["input_ids"].shape[1]
+            given = next(t for t in (*args, inputs.get("input_ids"), inputs.get("inputs_embeds")) if t is not None)
+            queries = keys if inputs.get("past_key_values") is None else given.shape[1]
             causal = torch.ones(keys, keys, dtype=torch.bool, device=padding.device).tril()[-queries:]
             inputs["attention_mask"] = causal & padding.bool()[:, None, None, :]
         return args, inputs

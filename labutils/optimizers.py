@@ -17,12 +17,13 @@ FIRST, SECOND = (torch.int8, 127, 1), (torch.uint8, 255, 2)  # codes of a moment
 def round_stochastically(x: torch.Tensor) -> torch.Tensor:
     """Return float32 `x` as bfloat16, rounded up or down by chance so that the mean of many roundings is `x`.
 
-    To nearest, a weight stays as it is when its update is below half a step of its format (1/256 of it); by chance, it
-    moves now and then. The 16 bits that bfloat16 drops get 16 random ones added: a carry rounds up. See Zamirai et al.
-    2020 (2010.06192). Draws from the global generator.
+    To nearest, a weight stays as it is when its update is below half a step of its format (a step is 1/128 to 1/256 of
+    it); by chance, it moves now and then. The 16 bits that bfloat16 drops get 16 random ones added: a carry rounds up.
+    Inf and NaN stay. See Zamirai et al. 2020 (2010.06192). Draws from the global generator.
     """
     noise = torch.randint_like(x, 1 << 16, dtype=torch.int32)
-    return noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+    rounded = noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).bfloat16()
 
 
 def pack(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]) -> None:
@@ -55,7 +56,7 @@ class SmallAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see `pack`).
 
     Computes in float32, a slab of SLAB numbers at a time, so that little of it is ever unpacked. Weights in bfloat16
-    and moments are rounded stochastically. Slower than torch's fused AdamW: a slab takes some forty kernels.
+    and moments are rounded stochastically. Slower than torch's fused AdamW: a slab takes dozens of small operations.
     """
 
     def __init__(
@@ -81,6 +82,15 @@ class SmallAdamW(torch.optim.Optimizer):
                 blocks = [state[key].split(SLAB // BLOCK) for key in keys]
                 for p_slab, gradient, *moments in zip(*flat, *blocks, strict=True):
                     _update(p_slab, gradient, *moments, group=group, step=state["step"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` has returned; codes and scales keep their dtypes, which torch would cast."""
+        super().load_state_dict(state_dict)
+        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(numbers, parameters, strict=True):
+            saved = state_dict["state"].get(i, {})
+            self.state[p] = {k: v.clone().to(p.device) if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
 
     def make_state(self) -> None:
         """Make all moments now, as zeros; otherwise the first step does."""
@@ -118,7 +128,9 @@ def _update(p, gradient, exp_avg, exp_avg_sq, scale=None, scale_sq=None, *, grou
     weights = p.float().mul_(1 - group["lr"] * group["weight_decay"])  # not a copy if p is float32
     weights.addcdiv_(first.view(-1)[:n], denominator.view(-1)[:n], value=-group["lr"] / (1 - beta1**step))
     if p.dtype == torch.bfloat16:
-        p.copy_(round_stochastically(weights))
+        weights = round_stochastically(weights)
+    if p.dtype != torch.float32:
+        p.copy_(weights)
 
 
 def _keep(moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, kind: tuple) -> None:

@@ -206,7 +206,7 @@ def snapshot(found: Snapshot, ax: Axes | None = None, n_lines: int = 7) -> Axes:
     ax = _axis(ax, 10, 4.6)
     alive = found.alive() / MIB  # (events, lines)
     order = np.argsort(-alive.max(axis=0), kind="stable") if alive.size else []
-    shown = [(found.lines[i], alive[:, i]) for i in order[:n_lines]]
+    shown = [(found.lines[i].lstrip("_"), alive[:, i]) for i in order[:n_lines]]  # matplotlib hides labels with _
     if len(order) > n_lines:
         shown.append(("all other lines", alive[:, order[n_lines:]].sum(axis=1)))
     layers = ax.stackplot(np.arange(len(alive)), [row for _, row in shown], labels=[line[:70] for line, _ in shown])

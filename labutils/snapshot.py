@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 from labutils.records import write_atomically
 
 PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # within the standard library's folder
-TORCH, PYTHON = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")
+TORCH, PYTHON = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep
+NO_LINE = "no line of Python: another thread, backward on a GPU for one"
 MAX_EVENTS = 1_000_000
 
 
@@ -127,12 +128,14 @@ def _read_traces(raw: dict[str, Any], device_index: int) -> tuple[list[str], lis
     lines: dict[str, int] = {}
     events, alive = [], {}
     for entry in raw["device_traces"][device_index]:
+        if entry["action"] not in ("alloc", "free_completed"):  # an `oom` entry, for one, has no address
+            continue
         address, n_bytes = entry["addr"], entry["size"]
         if entry["action"] == "alloc":
             frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", [])]
             alive[address] = n_bytes, lines.setdefault(_own_line(frames), len(lines))
             events.append((address, n_bytes, alive[address][1]))
-        elif entry["action"] == "free_completed" and address in alive:  # else it was there before the recording
+        elif address in alive:  # else it was there before the recording
             size, line = alive.pop(address)
             events.append((address, -size, line))
     return list(lines), events
@@ -143,9 +146,9 @@ def _own_line(frames: list[tuple[str, int, str]]) -> str:
 
     def is_outside(file: str) -> bool:
         in_python = file.startswith(PYTHON) and not file.startswith(PACKAGES)
-        return not (in_python or file.startswith((TORCH, "<")))
+        return not (in_python or file.startswith((TORCH, "<frozen", "<string>")))
 
-    file, line, function = next((f for f in frames if is_outside(f[0])), ("", 0, "outside Python"))
+    file, line, function = next((f for f in frames if is_outside(f[0])), ("", 0, NO_LINE))
     source = linecache.getline(file, line).strip()
     place = "cell" if function == "<module>" else function
     return f"{place}: {source[:60]}" if source else f"{place}, line {line}" if line else place

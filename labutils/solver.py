@@ -165,7 +165,9 @@ def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
         choices["loss_chunk_tokens"].append(CHUNK_TOKENS)
     for values in itertools.product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))
-        if changes["optimizer"] != config.optimizer and changes["precision"] != "pure_bf16":
+        if changes["optimizer"] != config.optimizer and (
+            changes["precision"] != "pure_bf16" or not config.optimizer.startswith("adamw")
+        ):
             continue
         if changes["optimizer_in_backward"] != config.optimizer_in_backward and (
             changes["optimizer"] != "adamw_8bit" or config.max_grad_norm or changes["micro_batch_size"] < sequences
@@ -187,6 +189,8 @@ def costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
     """Return a line for each change, `key value: costs …`: what it costs, and why."""
     lines = []
     for key, value in changes.items():
+        if key == "max_grad_norm" and "optimizer_in_backward" in changes:
+            continue  # said there
         share = 100 * time_cost(config, {key: value, "precision": changes.get("precision", config.precision)})
         if key in FREE:
             reason = f"nothing: {FREE[key][1]}"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 import labutils as lab
+from labutils import precision
 from labutils.advisor import advise
 from labutils.cli import main
 from tests.helpers import REPO, slow
@@ -34,6 +35,9 @@ def test_what_does_nothing_here_is_said_and_so_is_what_cannot_be():
     assert found.helpful[0].changes == {"optimizer": "adamw_8bit"}
     assert found.useless[0].name.startswith("loss_chunk_tokens")
     assert any("optimizer_in_backward" in name for name in found.impossible)
+    assert {next(iter(one.changes)) for one in [*found.helpful, *found.useless]} >= {
+        *("activation", "gradient_checkpointing", "loss_chunk_tokens", "optimizer"),
+    }
     text = str(found)
     assert "1. optimizer: adamw_8bit" in text and "would do nothing here: " in text and "not possible here: " in text
 
@@ -47,3 +51,29 @@ def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
     assert from_record.startswith("mine: predicted peak") and "measured" in from_record
     assert main(["advise", "fp32", "--device", "cpu", *small]) == 0
     assert "1. " in capsys.readouterr().out
+
+
+def test_several_together_save_more_than_each_and_leave_out_what_excludes_another():
+    shape = {"seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 512, "precision": "fp32"}
+    found = advise(lab.load_config("fp32", **shape, dropout=0.0, activation="gelu_tanh", max_grad_norm=0.0), "cpu")
+    by_key = {next(iter(one.changes)): one for one in found.helpful}
+    assert {"gradient_checkpointing", "micro_batch_size", "loss_chunk_tokens"} <= set(by_key)
+    assert "forward pass twice" in by_key["gradient_checkpointing"].cost
+    assert by_key["gradient_checkpointing"].time_cost > 0.1
+    assert found.best_three_peak_bytes < found.peak_bytes - found.helpful[0].saved_bytes
+    lean = {"gradient_checkpointing": "block", "loss_chunk_tokens": 64, "optimizer": "adamw_8bit"}
+    nearly = advise(lab.load_config("fp32", **shape, **lean), "cpu")  # a smaller batch and a step in backward
+    assert nearly.best_three_peak_bytes <= nearly.peak_bytes - nearly.helpful[0].saved_bytes
+    assert not any(
+        "adamw_8bit" in one.name for one in advise(lab.load_config("fp32", **shape, optimizer="sgd"), "cpu").helpful
+    )
+
+
+def test_a_precision_that_is_slow_here_is_not_advised(monkeypatch):
+    slow = precision.Support(ok=True, slow=True, reason="takes 99 times as long")
+    monkeypatch.setattr(
+        precision, "support", lambda name, _: slow if name == "bf16" else precision.Support(True, False, "")
+    )
+    small = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 32}
+    found = advise(lab.load_config("fp32", **small), "cpu")
+    assert found.impossible == {"precision: bf16": "takes 99 times as long"}

@@ -83,6 +83,8 @@ def test_right_answers_and_the_misconceptions_behind_wrong_ones(check, arguments
 
 def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys):
     truths = [truth for _, truth, _ in checks.STATEMENTS]
+    first = verdict(capsys, checks.self_test, [False] + [None] * (len(truths) - 1)).splitlines()[0]
+    assert first.startswith("1. right") and "saves activations always lowers" in first  # it does not
     for answers, word in ((truths, "right"), ([not t for t in truths], "wrong"), ([None] * len(truths), "open")):
         printed = verdict(capsys, checks.self_test, answers)
         assert printed.count(f". {word}") == len(truths)

@@ -350,3 +350,15 @@ def bytes_kept(policy: str) -> int:
     model = lab.build_model(dropout=0.0, activation="gelu_tanh", gradient_checkpointing=policy)
     found = lab.measure_step(model, [batch], lab.lm_loss_sum, torch.optim.SGD(model.parameters(), lr=1e-3))
     return found.phases["loss"]["activations"]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_padded_prompts_are_continued_as_hugging_face_does(use_cache):
+    ids = torch.randint(1, 2048, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    answers = []
+    for attention in ("sdpa", "auto"):
+        model = lab.build_model(attention=attention).eval()
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+        answers.append(model.generate(input_ids=ids, attention_mask=mask, **options))
+    assert torch.equal(*answers)

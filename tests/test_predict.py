@@ -345,3 +345,10 @@ def test_config_that_cannot_run_is_the_config_error():
 
 def test_cards_have_distinct_sizes():
     assert len({card.memory_gib for card in CARDS.values()}) == len(CARDS)
+
+
+def test_a_batch_on_another_device_is_traced_like_one_on_the_cpu():
+    """The batch may lie on the GPU while shapes are followed on the CPU; a meta tensor stands for it here."""
+    net = torch.nn.Linear(8, 8)
+    ask = lambda x: lab.predict_module(net, x, lambda net, x: net(x).sum(), torch.optim.SGD, device="cpu")  # noqa: E731
+    assert ask(torch.empty(4, 8, device="meta")).phases == ask(torch.empty(4, 8)).phases

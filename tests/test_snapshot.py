@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gc
 import pickle
+import sys
+import weakref
 
 import pytest
 import torch
@@ -113,14 +116,17 @@ def test_the_allocators_own_format(tmp_path):
         {"action": "alloc", "addr": 1, "size": 512, "frames": frames},
         {"action": "alloc", "addr": 2, "size": 1024, "frames": []},
         {"action": "free_requested", "addr": 1, "size": 512, "frames": frames},
+        {"action": "oom", "device_free": 0, "size": 2**30},
+        {"action": "alloc", "addr": 3, "size": 4096},
+        {"action": "snapshot", "addr": 0, "size": 0},
         {"action": "free_completed", "addr": 1, "size": 512, "frames": frames},
         {"action": "alloc", "addr": 1, "size": 2048, "frames": frames},
     ]
     (tmp_path / "s.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
     found = snapshot.load(tmp_path / "s.pickle")
     own = "f: from __future__ import annotations"
-    assert found.at_end() == {own: 2048, "outside Python": 1024}
-    assert found.alive().sum(axis=1).tolist() == [512, 1536, 1024, 3072]
+    assert found.at_end() == {own: 2048, snapshot.NO_LINE: 5120}
+    assert found.alive().sum(axis=1).tolist() == [512, 1536, 5632, 5120, 7168]
 
 
 def test_after_an_error_in_a_cell_the_tensors_of_its_frames_are_free():
@@ -145,3 +151,33 @@ def test_peak_allocated_counts_what_was_there_and_the_highest_rise():
         torch.zeros(30_000)
     assert peak.n_bytes == before + 120_000
     assert len(standing) == 50_000
+
+
+def test_free_memory_collects_cycles_and_survives_an_error_that_causes_itself(monkeypatch):
+    lab.free_memory()
+    before = lab.allocated_bytes(CPU)
+    holder = {"tensor": torch.zeros(1000)}
+    holder["self"] = holder
+    died = []
+    weakref.finalize(holder["tensor"], died.append, True)
+    del holder
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as first:
+            raise ValueError("second") from first
+    except ValueError as error:
+        error.__cause__.__cause__ = error
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    gc.disable()
+    try:
+        lab.free_memory()
+        assert died
+    finally:
+        gc.enable()
+    assert lab.allocated_bytes(CPU) == before
+
+
+def test_a_line_typed_at_a_prompt_counts_as_ones_own():
+    frames = [(snapshot.TORCH + "x.py", 1, "x"), ("<frozen importlib>", 1, "y"), ("<ipython-input-1-ab>", 7, "f")]
+    assert snapshot._own_line(frames).startswith("f")

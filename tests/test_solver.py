@@ -4,7 +4,7 @@ import pytest
 
 import labutils as lab
 from labutils.predict import CONTEXT_GIB, predict_memory
-from labutils.solver import _candidates, fit, largest_micro_batch, needed_gib, time_cost
+from labutils.solver import _candidates, _rank, fit, largest_micro_batch, needed_gib, time_cost
 from tests.helpers import slow
 
 SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048}
@@ -99,3 +99,36 @@ def test_largest_micro_batch_fits_and_one_more_does_not():
     assert asked(size) <= budget < asked(size + 1)
     assert largest_micro_batch(config, CONTEXT_GIB) == 0
     assert largest_micro_batch(config, 80, limit=8) == 8
+
+
+XL_ON_ONE_SEQUENCE = {
+    "model": "gpt2-nano",
+    "seq_len": 128,
+    "micro_batch_size": 4,
+    "tokens_per_step": 512,
+    "dropout": 0.0,
+}
+
+
+def test_what_changes_the_learning_comes_last_and_a_step_in_backward_only_where_nothing_is_clipped_or_accumulated():
+    """Candidates in the order in which they are tried; the ledger is not asked."""
+
+    def order(**changes) -> list[dict]:
+        config = lab.load_config("fp32", **(SMALL | changes)).on("cuda")
+        return sorted(_candidates(config, True), key=lambda found: _rank(config, found))
+
+    tried = order(max_grad_norm=0.0)
+    kinds = [("optimizer_in_backward" in c, "optimizer" in c, c.get("precision") == "pure_bf16") for c in tried]
+    assert kinds == sorted(kinds) and kinds[-1] == (True, True, True)
+    assert all("micro_batch_size" not in c for c in tried if "optimizer_in_backward" in c)
+    assert not any("optimizer_in_backward" in c for c in order(max_grad_norm=1.0))
+    assert not any("optimizer_in_backward" in c for c in order(max_grad_norm=0.0, tokens_per_step=4096))
+    assert not any("optimizer" in c for c in order(optimizer="sgd"))
+
+
+@slow
+def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
+    shape = {"model": "gpt2-xl", "seq_len": 1024, "micro_batch_size": 1, "tokens_per_step": 1024, "dropout": 0.0}
+    found = lab.fit(lab.load_config("fp32", **shape, max_grad_norm=0.0), 7.6, "rtx4060")
+    assert found.fits(7.6)
+    assert {"optimizer", "optimizer_in_backward", "gradient_checkpointing"} <= set(found.changes)
