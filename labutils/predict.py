@@ -163,7 +163,7 @@ def _trace(
     config_json: str, device: str, micro_batch_size: int, n_micro_batches: int, keep_outputs: bool, n_layer: int
 ) -> Trace:
     config = Config.model_validate_json(config_json)
-    with _fake_world(device) as log:
+    with _fake_world(device) as (log, _):
         with _default_dtype(torch.bfloat16 if config.precision == "pure_bf16" else torch.float32):
             model = experiment.float32_model(config, n_layer)  # random: the shapes of pretrained ones, no download
         ids = [torch.zeros((micro_batch_size, config.seq_len), dtype=torch.int64) for _ in range(n_micro_batches)]
@@ -202,14 +202,15 @@ def predict_module(
 def _predict_module(
     model: nn.Module, batch: Any, loss_fn: Callable, optimizer: Callable, precision_name: str, device: str
 ) -> MemoryLedger:
-    with _fake_world(device) as log:
+    on_cpu = tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), batch)  # wherever it lies
+    with _fake_world(device) as (log, fake):
         # a deep copy in which every tensor already has its fake counterpart
         tensors = [*model.parameters(), *model.buffers()]
         memo = {id(t): _fake_like(t) for t in tensors}
         twin = copy.deepcopy(model, memo)
         trace = trace_step(
             twin.train(),
-            [tree_map_only(torch.Tensor, _fake_like, batch)],
+            [tree_map_only(torch.Tensor, fake.from_tensor, on_cpu)],
             loss_fn,
             optimizer(twin.parameters()),
             log,
@@ -219,14 +220,14 @@ def _predict_module(
 
 
 @contextmanager
-def _fake_world(device: str) -> Iterator[StorageLog]:
+def _fake_world(device: str) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
     """Inside, tensors are fake, operations allocate what those of `device` would, and the log sees them."""
     log = StorageLog(block=1 if device == "cpu" else CUDA_BLOCK)
     with ExitStack() as stack:
         if device != "cpu":
             stack.enter_context(cuda_rules(flash=card_named(device).flash))
-        stack.enter_context(FakeTensorMode())
-        yield stack.enter_context(log)
+        fake = stack.enter_context(FakeTensorMode())
+        yield stack.enter_context(log), fake
 
 
 class UsesItsWeightTwice(nn.Module):
@@ -276,6 +277,5 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor of the same shape and dtype, wherever the given one is; fake, in a fake world."""
     twin = torch.empty(tensor.shape, dtype=tensor.dtype)
     return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
