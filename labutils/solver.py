@@ -137,7 +137,8 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
             found = tried(changes)
             if found.fits(budget_gib):
                 return without_the_superfluous(found, budget_gib)
-    recipes = {_recipe(resolved, changes) for changes in candidates}
+    furthest = max(_for_the_last(changes)[1:] for changes in candidates)  # other recipes keep more bytes per parameter
+    recipes = {_recipe(resolved, changes) for changes in candidates if _for_the_last(changes)[1:] == furthest}
     found = min(map(smallest, recipes), key=lambda one: one.ledger.peak_bytes)
     return without_the_superfluous(found, max(budget_gib, found.needed_gib))
 
@@ -177,8 +178,16 @@ def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
 
 
 def _rank(config: Config, changes: dict[str, Any]) -> tuple:
-    for_the_last = ("optimizer_in_backward" in changes, "optimizer" in changes, changes.get("precision") == "pure_bf16")
-    return for_the_last, round(time_cost(config, changes), 2), len(changes), -changes.get("micro_batch_size", 0)
+    return (
+        _for_the_last(changes),
+        round(time_cost(config, changes), 2),
+        len(changes),
+        -changes.get("micro_batch_size", 0),
+    )
+
+
+def _for_the_last(changes: dict[str, Any]) -> tuple[bool, bool, bool]:
+    return "optimizer_in_backward" in changes, "optimizer" in changes, changes.get("precision") == "pure_bf16"
 
 
 def _recipe(config: Config, changes: dict[str, Any]) -> tuple:

@@ -11,7 +11,7 @@ from tests.helpers import REPO, slow
 NAMES = sorted(path.name.removesuffix("_config.yaml") for path in REPO.glob("configs/*_config.yaml"))
 
 
-@pytest.mark.parametrize("name", [n if n in ("fp32", "xl") else pytest.param(n, marks=slow) for n in NAMES])
+@pytest.mark.parametrize("name", [n if n == "optimized" else pytest.param(n, marks=slow) for n in NAMES])
 def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
     device = "rtx4060" if name == "xl" else "cpu"  # on a CPU nothing is left that would help xl
     found = advise(lab.load_config(name), device)
@@ -31,26 +31,33 @@ def test_on_a_card_too(name):
 
 def test_what_does_nothing_here_is_said_and_so_is_what_cannot_be():
     """With one short sequence the peak is what stands; what accumulates cannot update within backward."""
-    found = advise(lab.load_config("fp32", seq_len=32, micro_batch_size=1, tokens_per_step=64), "cpu")
+    small = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 64, "activation": "gelu_tanh"}
+    found = advise(lab.load_config("fp32", **small), "cpu")
     assert found.helpful[0].changes == {"optimizer": "adamw_8bit"}
-    assert found.useless[0].name.startswith("loss_chunk_tokens")
+    assert {"gradient_checkpointing": "block"} in [one.changes for one in found.useless]
     assert any("optimizer_in_backward" in name for name in found.impossible)
     assert {next(iter(one.changes)) for one in [*found.helpful, *found.useless]} >= {
-        *("activation", "gradient_checkpointing", "loss_chunk_tokens", "optimizer"),
+        *("gradient_checkpointing", "loss_chunk_tokens", "optimizer"),
     }
     text = str(found)
     assert "1. optimizer: adamw_8bit" in text and "would do nothing here: " in text and "not possible here: " in text
 
 
 def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
-    small = ["--set=seq_len=32", "--set=micro_batch_size=2", "--set=tokens_per_step=64", "--set=steps=9"]
+    small = [
+        "--set=activation=gelu_tanh",
+        "--set=seq_len=32",
+        "--set=micro_batch_size=2",
+        "--set=tokens_per_step=64",
+        "--set=steps=9",
+    ]
     assert main(["run", "fp32", *small, "--set=name=mine"]) == 0
     capsys.readouterr()
     assert main(["advise", "mine", "--device", "cpu"]) == 0
     from_record = capsys.readouterr().out
     assert from_record.startswith("mine: predicted peak") and "measured" in from_record
-    assert main(["advise", "fp32", "--device", "cpu", *small]) == 0
-    assert "1. " in capsys.readouterr().out
+    assert main(["advise", "fp32", "--device", "t4", "--set=precision=bf16"]) == 1
+    assert "use fp16" in capsys.readouterr().err
 
 
 def test_several_together_save_more_than_each_and_leave_out_what_excludes_another():
@@ -61,12 +68,15 @@ def test_several_together_save_more_than_each_and_leave_out_what_excludes_anothe
     assert "forward pass twice" in by_key["gradient_checkpointing"].cost
     assert by_key["gradient_checkpointing"].time_cost > 0.1
     assert found.best_three_peak_bytes < found.peak_bytes - found.helpful[0].saved_bytes
+
+
+@slow
+def test_advice_that_excludes_other_advice_is_left_out_of_the_best_together():
+    shape = {"seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 512, "precision": "fp32"}
     lean = {"gradient_checkpointing": "block", "loss_chunk_tokens": 64, "optimizer": "adamw_8bit"}
-    nearly = advise(lab.load_config("fp32", **shape, **lean), "cpu")  # a smaller batch and a step in backward
+    nearly = advise(lab.load_config("fp32", **shape, **lean, activation="gelu_tanh"), "cpu")
+    assert len(nearly.helpful) > 1  # a smaller batch and a step in backward
     assert nearly.best_three_peak_bytes <= nearly.peak_bytes - nearly.helpful[0].saved_bytes
-    assert not any(
-        "adamw_8bit" in one.name for one in advise(lab.load_config("fp32", **shape, optimizer="sgd"), "cpu").helpful
-    )
 
 
 def test_a_precision_that_is_slow_here_is_not_advised(monkeypatch):
@@ -74,6 +84,7 @@ def test_a_precision_that_is_slow_here_is_not_advised(monkeypatch):
     monkeypatch.setattr(
         precision, "support", lambda name, _: slow if name == "bf16" else precision.Support(True, False, "")
     )
-    small = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 32}
-    found = advise(lab.load_config("fp32", **small), "cpu")
+    small = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 32, "activation": "gelu_tanh"}
+    found = advise(lab.load_config("fp32", **small, optimizer="sgd"), "cpu")
+    assert not any("adamw_8bit" in one.name for one in [*found.helpful, *found.useless])  # another algorithm
     assert found.impossible == {"precision: bf16": "takes 99 times as long"}

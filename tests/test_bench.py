@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 
 import pytest
 import torch
@@ -141,6 +142,16 @@ def test_a_part_is_stopped_at_its_time_and_only_what_is_unfinished_runs_again(tm
     assert gpu_suite.run_part(7, out, steps)  # the first is done, so it is not run
     assert "leaves: done before" in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} == {"7-log.txt", "7-records.json"}
+
+
+def test_the_suites_snapshot_is_recorded_and_collected(runs, tmp_path):
+    path = gpu_suite.record_snapshot("gpt2-nano")
+    found = lab.snapshot.load(path)
+    assert sum(found.at_peak().values()) > 10 * 2**20
+    gpu_suite._collect(path.parent, tmp_path, 3)
+    assert not (tmp_path / "3-records.json").exists()
+    with zipfile.ZipFile(tmp_path / "3-files.zip") as archive:
+        assert archive.namelist() == [path.name]
 
 
 def test_any_batch_and_length_make_a_step_of_one_micro_batch():

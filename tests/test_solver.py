@@ -40,7 +40,7 @@ def test_what_is_proposed_fits_and_keeps_the_tokens_per_step(share):
 
 
 def test_where_nothing_fits_the_smallest_need_is_told():
-    config = lab.load_config("fp32", **SMALL)
+    config = lab.load_config("fp32", **SMALL, activation="gelu_tanh")
     found = fit(config, CONTEXT_GIB)
     assert not found.fits(CONTEXT_GIB)
     assert {"gradient_checkpointing", "micro_batch_size"} <= set(found.changes)
@@ -64,7 +64,8 @@ def test_recomputation_costs_a_third_of_the_flops_at_most():
 
 def test_splitting_a_batch_of_one_window_may_need_more():
     """Micro-batches of one keep the gradients of the first alive: the smallest need may be the whole batch's."""
-    config = lab.load_config("fp32", model="gpt2-nano", seq_len=32, micro_batch_size=2, tokens_per_step=64)
+    small = {"model": "gpt2-nano", "seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
+    config = lab.load_config("fp32", **small, activation="gelu_tanh", dropout=0.0)
     found = fit(config, CONTEXT_GIB)
     for size in (1, 2):
         other = config.model_copy(update=found.changes | {"micro_batch_size": size})

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from labutils.records import REPO_DIR, write_atomically
+from labutils.records import REPO_DIR, runs_dir, write_atomically
 
 PART_SECONDS = 465
 LEAST_SECONDS = 45  # with less time left a step is not begun
@@ -35,8 +35,11 @@ PARTS: dict[int, dict[str, list[str]]] = {
         },
     },
     3: {
-        stem[:2]: [PYTHON, "-m", "labutils", "labs", f"{stem}.ipynb"]
-        for stem in sorted(path.stem for path in REPO_DIR.glob("0*.ipynb"))
+        "snapshot": [PYTHON, "-c", "from labutils.bench import gpu_suite; gpu_suite.record_snapshot()"],
+        **{
+            stem[:2]: [PYTHON, "-m", "labutils", "labs", f"{stem}.ipynb"]
+            for stem in sorted(path.stem for path in REPO_DIR.glob("0*.ipynb"))
+        },
     },
 }
 
@@ -83,16 +86,43 @@ def _run(command: list[str], log, environment: dict[str, str], seconds: float) -
 
 
 def _collect(runs: Path, out: Path, part: int) -> None:
-    """Gather records into `N-records.json`, pages and figures into `N-files.zip`."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs.glob("*.json"))]
+    """Gather records into `N-records.json`, pages, figures and snapshots into `N-files.zip`."""
+    snapshots = sorted(runs.glob("snapshot*.json"))
+    found = [path for path in sorted(runs.glob("*.json")) if path not in snapshots]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in found]
     if records:
         write_atomically(out / f"{part}-records.json", json.dumps(records).encode())
-    keep = [path for path in runs.iterdir() if path.suffix in (".html", ".png")]
+    keep = [path for path in runs.iterdir() if path.suffix in (".html", ".png")] + snapshots
     if keep:
         with tempfile.TemporaryDirectory() as folder:
             for path in keep:
                 shutil.copy(path, folder)
             shutil.make_archive(str(out / f"{part}-files"), "zip", folder)
+
+
+def record_snapshot(model_name: str = "gpt2") -> Path:
+    """Record one training step of GPT-2, four sequences of 512 tokens, and save it in runs/; return the path."""
+    import torch
+
+    from labutils import device, models, snapshot
+
+    where = device.choose_device()
+    model = models.build_model(model_name, dropout=0.0).to(where)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.randint(0, models.vocab_size(model_name), (4, 512), device=where)
+
+    def step() -> None:
+        models.lm_loss_sum(model, {"input_ids": ids, "labels": ids}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with snapshot.record(where) as found:
+        step()
+    name = "".join(c if c.isalnum() else "_" for c in device.device_name(where))
+    path = runs_dir() / f"snapshot-{model_name}-{name}.json"
+    found.save(path)
+    return path
 
 
 def main(out: Path, part: int = 0) -> int:
