@@ -81,12 +81,22 @@ def _parser() -> argparse.ArgumentParser:
     comparing = add("compare", _compare, "compare recorded runs; the first is the baseline")
     comparing.add_argument("run", nargs="+", help="a name (its newest run), an id, or a record's path")
     comparing.add_argument("--csv", action="store_true", help="print CSV")
+    figures = add("figures", _figures, "redraw the figures of recorded runs, without training")
+    figures.add_argument("run", nargs="+", help="a name (its newest run), an id, or a record's path")
+    figures.add_argument("--format", default="png", help="png, svg, pdf, …; several with commas between (png)")
+    figures.add_argument("--style", choices=["notebook", "slides"], default="notebook", help="slides: at least 18 pt")
+    figures.add_argument("--to", type=Path, metavar="FOLDER", help="(a new folder in runs/)")
     check = add("check", _check, "check config files, without running anything")
     check.add_argument("config", nargs="+")
     new = add("new", _new, "copy a config to configs/my_NAME.yaml, which git ignores, to edit")
     new.add_argument("name")
     new.add_argument("--from", dest="source", default="fp32", help="the config to copy (fp32)")
     add("doctor", _doctor, "say what this machine can train, and what is wrong with its set-up")
+    grading = add("grade", _grade, "score the exercises of submitted notebooks, each in a process of its own")
+    grading.add_argument("folder", type=Path)
+    grading.add_argument("--csv", action="store_true", help="print CSV")
+    grading.add_argument("--seconds", type=float, default=180, help="for one notebook (180)")
+    grading.add_argument("--memory-gib", type=float, default=6, help="for one notebook, on Linux (6)")
     labs = add("labs", _labs, "execute the notebooks on this machine; results go to runs/")
     labs.add_argument("notebook", nargs="*", help="some of them only")
     labs.add_argument("--in-place", action="store_true", help="for maintainers: write the outputs back, from a CPU run")
@@ -259,6 +269,19 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
+def _figures(options: argparse.Namespace) -> int:
+    records = [load_record(run) for run in options.run]
+    from labutils.figures import save_figures
+
+    try:
+        paths = save_figures(records, options.format.split(","), options.style, options.to)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("\n".join(map(str, paths)) if paths else "these runs have nothing to draw: not one step was timed")
+    return 0 if paths else 1
+
+
 def _check(options: argparse.Namespace) -> int:
     failed = 0
     for path in options.config:
@@ -338,6 +361,18 @@ def _share(text: str) -> tuple[int, int]:
     if not 1 <= k <= n:
         raise ValueError(text)
     return k, n
+
+
+def _grade(options: argparse.Namespace) -> int:
+    from labutils.grading import grade_folder
+
+    try:
+        table = grade_folder(options.folder, options.seconds, options.memory_gib)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table.to_csv(index=False) if options.csv else table.to_string(index=False), end="" if options.csv else "\n")
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:

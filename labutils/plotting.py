@@ -115,7 +115,7 @@ def gradient_histogram(gradients: torch.Tensor, scale: float = 1.0, ax: Axes | N
         (high, 20, VERMILION, "inf"),
     ):
         ax.axvspan(left, right, color=color, alpha=0.25, lw=0)
-        ax.text((left + right) / 2, top * 1.01, text, ha="center", va="bottom", fontsize=9)
+        ax.text((left + right) / 2, top * 1.01, text, ha="center", va="bottom", fontsize="small")
     ax.set_xlim(-60, 20)
     ax.set_xlabel(f"|gradient| × {scale:g}, powers of two")
     ax.set_ylabel("how many")
@@ -194,7 +194,7 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
         start, end = (segment[i][0] - points[0, 0] for i in (0, -1))
         ax.axvline(start, color=BLACK, lw=0.8, ls=":")
         if end - start > 0.03 * at[-1]:
-            ax.text((start + end) / 2, 1.14 * top, phase, ha="center", va="center", fontsize=9)
+            ax.text((start + end) / 2, 1.14 * top, phase, ha="center", va="center", fontsize="small")
     ax.set(xlim=(0, at[-1]), ylim=(0, 1.22 * top), xticks=[], ylabel="MiB allocated")
     ax.set_xlabel(f"one step from left to right: {ledger.method}")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -216,7 +216,9 @@ def snapshot(found: Snapshot, ax: Axes | None = None, n_lines: int = 7) -> Axes:
         )
     ax.set(xlim=(0, max(1, len(alive) - 1)), ylim=(0, None), ylabel="MiB allocated since the start")
     ax.set_xlabel(f"allocations and frees, in order: {found.method}")
-    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), prop={"family": "monospace", "size": 8})
+    ax.legend(
+        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), prop={"family": "monospace", "size": "small"}
+    )
     return ax
 
 
@@ -249,7 +251,7 @@ def four_panels(records: Sequence[RunRecord]) -> np.ndarray:
     peaks(records, axes[1, 0])
     losses(records, axes[1, 1])
     devices = {r.environment["device"] for r in records if r.timing}
-    figure.suptitle("Measured on " + "; ".join(sorted(devices)), fontsize=10)
+    figure.suptitle("Measured on " + "; ".join(sorted(devices)), fontsize="medium")
     return axes
 
 
