@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
     config = load_config(options.config, **parse_overrides(options.pairs))
     from labutils.data import DataError
     from labutils.device import setup
-    from labutils.experiment import run_experiment
+    from labutils.experiment import NOT_SAVED, run_experiment
     from labutils.models import WeightsUnavailable
     from labutils.precision import PrecisionUnsupported
 
@@ -153,6 +153,8 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     if record.series.loss:
         print(_summary([record]).to_string())
+    if record.reason.startswith(NOT_SAVED):
+        return 1
     return {"completed": 0, "interrupted": 130}.get(record.outcome, 1)
 
 

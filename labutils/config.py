@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 CONFIGS_DIR = Path(__file__).resolve().parent.parent / "configs"
+MAX_BRACKETS = 200  # none is needed; a note may have some
 MAX_FILE_BYTES = 64 * 1024  # a config is one screen; anything larger is some other file
 
 # Choices of the course that later labs build. Refused as such until they are.
@@ -252,6 +253,9 @@ _YAML_HELP = {
 def _compose(raw: bytes, source: _Source) -> yaml.Node | None:
     try:
         text = raw.decode("utf-8-sig")
+        if text.count("[") + text.count("{") > MAX_BRACKETS:  # PyYAML takes a square of their number
+            source.add(None, "has hundreds of brackets; a config is lines of `key: value`")
+            return None
         documents = list(yaml.compose_all(text, _Loader))
     except UnicodeDecodeError as error:
         source.add(None, f"is not UTF-8 text (byte {error.start}); a config is a text file")

@@ -15,10 +15,11 @@ from torch import nn
 from labutils import compiling, data, device, distributed, memory, models, precision
 from labutils.config import Config, ConfigError, load_config
 from labutils.optimizers import SmallAdamW, StepInBackward
-from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id
+from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id, require_room
 from labutils.training import LossFn, to_device, train
 
 UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
+NOT_SAVED = "not saved"  # how a record's reason begins that is in memory only
 HELD_OUT_SEQUENCES = 16  # the same ones whatever the batch
 
 
@@ -119,7 +120,8 @@ def run_experiment(
     `rerun=True`. A slow precision (see `precision.support`) runs fewer steps. After training, one untimed step
     measures memory.
     Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out of memory and
-    Ctrl-C are outcomes in the record, and what was allocated is free again.
+    Ctrl-C are outcomes in the record, and what was allocated is free again. Raises OSError before training if runs/
+    cannot be written; should that fail after it, the record is returned all the same, and says so.
     """
     config = config if isinstance(config, Config) else load_config(config)
     where = distributed.join(where or device.choose_device())
@@ -155,6 +157,8 @@ def run_experiment(
         if progress:
             print(f"{known.name}: reusing run {known.id} (equal config, code, corpus and device; rerun=True forces)")
         return known
+    if not distributed.rank():
+        require_room()  # better now than after hours
     if progress:
         _announce(config, where, steps, resolved.steps, answer.reason)
     try:
@@ -176,7 +180,11 @@ def run_experiment(
     record = record.model_copy(update={**identity, "steps_planned": steps, "epochs": epochs})
     if distributed.rank():
         return record
-    path = record.save()
+    try:
+        path = record.save()
+    except OSError as error:
+        print(f"{record.name}: NOT SAVED: {error}. The record is returned: make room, then record.save()")
+        return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
     if record.outcome != "completed":
         print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
     if progress:
@@ -250,6 +258,8 @@ def _train_and_measure(
     except KeyboardInterrupt:
         reason = "stopped by Ctrl-C after training, while memory was measured"
         return record.model_copy(update={"outcome": "interrupted", "reason": reason})
+    except OSError as error:
+        return record.model_copy(update={"reason": f"memory could not be measured: {error}"})
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise

@@ -154,6 +154,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def require_room(n_bytes: int = 2**18) -> None:
+    """Raise OSError if so many bytes, more than most records have, cannot be written into runs/; leaves nothing."""
+    runs_dir().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=runs_dir()) as file:
+        file.write(bytes(n_bytes))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def new_id() -> tuple[str, str]:
     """Return (id, time of creation): sorted ids are in order of time, and no two are equal."""
     now = datetime.now(UTC)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import labutils as lab
+from labutils import experiment
 from labutils.config import ConfigError, load_config
 from labutils.records import find_runs
 from tests.helpers import REPO, committed, slow
@@ -69,15 +70,34 @@ def _no_file_over_a_kib() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
 
 
-def test_a_record_that_cannot_be_written_is_a_clear_error_and_leaves_no_half_file(runs):
-    load = "import labutils as lab; lab.load_corpus()"
-    subprocess.run([sys.executable, "-c", load], cwd=REPO, check=True)  # its cache is larger than a KiB
+def test_a_full_disk_is_noticed_before_training_and_nothing_is_left_behind(runs):
     command = [sys.executable, "-m", "labutils", "run", "fp32", *(f"--set={k}={v}" for k, v in SMALL.items())]
     answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True, preexec_fn=_no_file_over_a_kib)
     assert answer.returncode == 1
-    last = answer.stderr.strip().splitlines()[-1]
-    assert "File too large" in last and "Traceback" not in answer.stderr
-    assert [path for path in runs.iterdir() if path.suffix == ".json"] == []
+    assert "File too large" in answer.stderr.strip().splitlines()[-1] and "Traceback" not in answer.stderr
+    assert "step" not in answer.stdout
+    assert [path for path in runs.rglob("*") if path.is_file()] == []
+
+
+def test_a_disk_that_fills_up_during_training_loses_nothing(runs, monkeypatch, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(*_, **__):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        return 1e-3
+
+    monkeypatch.setattr(experiment, "learning_rate_at", fill)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        record = lab.run_experiment(lab.load_config("fp32", **SMALL), progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(record.series.loss) == 5 and record.reason.startswith("not saved: ")
+    assert "NOT SAVED" in capsys.readouterr().out
+    assert list(runs.glob("*.json")) + list(runs.glob(".*")) == []
+    record.save()
+    assert [r.id for r in find_runs()[0]] == [record.id]
 
 
 # ---- configs from a fuzzer
