@@ -164,7 +164,8 @@ def test_overridden_experiment_has_a_name_of_its_own(write):
         (b"corpus: ~nouser/x\n", "no such file"),
         (b"<<: {seed: 1}\n", "`<<`"),
         (b"seed: !!python/object/apply:os.system ['true']\n", "`seed`"),
-        (b"[" * 5000, "not YAML"),
+        (b"[" * 150, "not YAML"),
+        (b"[" * 5000, "hundreds of brackets"),
     ],
 )
 def test_file_that_is_no_config_is_refused(write, content, expected):

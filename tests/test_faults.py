@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -192,9 +193,11 @@ def test_ten_thousand_files_are_configs_or_config_errors(tmp_path, content):
     ids=["laughs", "brackets", "braces", "dashes", "digits", "huge", "python tag", "utf-16", "device", "blank path"],
 )
 def test_hostile_files_cost_little_and_run_nothing(tmp_path, content):
-    tracemalloc.start()
+    judged(tmp_path / "x.yaml", content)
+    tracemalloc.start()  # slows everything down
     try:
-        judged(tmp_path / "x.yaml", content)
+        with contextlib.suppress(ConfigError):
+            load_config(tmp_path / "x.yaml")
         assert tracemalloc.get_traced_memory()[1] < 200 * 2**20
     finally:
         tracemalloc.stop()
