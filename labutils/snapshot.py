@@ -102,10 +102,8 @@ def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
     try:
         if raw[:1] == b"{":
             facts = json.loads(raw)
-            lines, events = (
-                [str(line) for line in facts["lines"]],
-                [tuple(map(int, event)) for event in facts["events"]],
-            )
+            lines = [str(line) for line in facts["lines"]]
+            events = [tuple(map(int, event)) for event in facts["events"]]
             if any(len(event) != 3 or not 0 <= event[2] < len(lines) for event in events):
                 raise ValueError("its events do not fit its lines")
             return Snapshot(str(facts["method"]), events, lines)

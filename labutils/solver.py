@@ -148,9 +148,10 @@ def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
     free = {key: value for key, (value, _) in FREE.items() if getattr(config, key) != value}
     sequences = config.micro_batch_size * config.grad_accum_steps
     sizes = [n for n in range(config.micro_batch_size, 0, -1) if sequences % n == 0]
+    sizes = sizes[:1] if config.optimizer_in_backward else sizes  # it cannot accumulate, nor have a loss scale
     precisions = [config.precision]
     if config.precision in ("fp32", "tf32"):
-        precisions.append("bf16" if has_bf16 else "fp16")
+        precisions += ["bf16"] if has_bf16 else [] if config.optimizer_in_backward else ["fp16"]
     if has_bf16 and config.precision != "pure_bf16":
         precisions.append("pure_bf16")
     choices = {

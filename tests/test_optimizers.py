@@ -239,7 +239,7 @@ CASES = {
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=list(CASES))
 def test_the_ledger_knows_these_optimizers(changes):
-    """The real allocator's peak; within 2 %."""
+    """The real allocator's peak, within half a per cent, as for all other switches."""
     config = lab.load_config("fp32", **SMALL, **LEAN, **changes).on("cpu")
     predicted = lab.predict_memory(config, "cpu")
     model = build_experiment_model(config, CPU)
@@ -247,7 +247,7 @@ def test_the_ledger_knows_these_optimizers(changes):
     stream = lab.batches(lab.load_corpus(min_tokens=20_000).split(64)[0], 4, 0)
     train(model, stream, loss_fn, optimizer, steps=1, precision_name=config.precision, progress=False)
     measured = lab.measure_step(model, [next(stream)], loss_fn, optimizer)
-    assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.02)
+    assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.005)
 
 
 def test_the_leanest_recipe_learns_as_float32_does(runs):

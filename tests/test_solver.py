@@ -125,6 +125,10 @@ def test_what_changes_the_learning_comes_last_and_a_step_in_backward_only_where_
     assert not any("optimizer_in_backward" in c for c in order(max_grad_norm=1.0))
     assert not any("optimizer_in_backward" in c for c in order(max_grad_norm=0.0, tokens_per_step=4096))
     assert not any("optimizer" in c for c in order(optimizer="sgd"))
+    inside = lab.load_config("fp32", **SMALL, max_grad_norm=0.0, optimizer_in_backward=True).on("cuda")
+    for has_bf16 in (True, False):  # whatever is proposed must be a config that can run
+        for changes in _candidates(inside, has_bf16):
+            assert inside.model_copy(update=changes).on("cuda")
 
 
 @slow
