@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")
     run.add_argument("--repeat", type=int, default=1, metavar="N", help="run N times; compare uses their spread")
     run.add_argument("--rerun", action="store_true", help="train even if an equal run is recorded")
+    run.add_argument(
+        "--resume", action="store_true", help="continue from the state that a run with save_every has left"
+    )
     predict = add("predict", _predict, "predict the peak memory of an experiment on a GPU, without one")
     predict.add_argument("config", help="a YAML file, or a short name such as bf16")
     predict.add_argument(
@@ -145,7 +148,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         device = setup()
         for repeat in range(options.repeat):
-            record = run_experiment(config, where=device, repeat=repeat, rerun=options.rerun)
+            record = run_experiment(config, where=device, repeat=repeat, rerun=options.rerun, resume=options.resume)
             if record.outcome != "completed":
                 break
     except (DataError, PrecisionUnsupported, WeightsUnavailable) as error:

@@ -21,9 +21,6 @@ CONFIGS_DIR = Path(__file__).resolve().parent.parent / "configs"
 MAX_BRACKETS = 200  # none is needed; a note may have some
 MAX_FILE_BYTES = 64 * 1024  # a config is one screen; anything larger is some other file
 
-# Choices of the course that later labs build. Refused as such until they are.
-NOT_BUILT = {"save_every"}
-
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -59,6 +56,9 @@ class Config(BaseModel):
     weight_decay: Annotated[float, Field(ge=0, le=1)]
     max_grad_norm: Annotated[float, Field(ge=0, le=1e6, description="0 = no clipping")]
     eval_every: Annotated[CountOrOff, Field(description="optimizer steps between held-out losses; 0 = only at the end")]
+    save_every: Annotated[
+        CountOrOff, Field(description="optimizer steps between saved states, to continue with run --resume; 0 = none")
+    ]
     precision: Annotated[
         Literal["fp32", "tf32", "fp16", "bf16", "pure_bf16", "16bit"],
         Field(description="16bit is bf16, or fp16 on a card without BF16"),
@@ -355,8 +355,6 @@ def _validate(values: dict[str, Any], source: _Source, under: tuple[str, ...] = 
 
 
 def _unknown(key: str) -> str:
-    if key in NOT_BUILT:
-        return f"`{key}` is planned but not built yet; delete the line"
     return f"unknown key `{key}`.{_did_you_mean(key, [*KEYS, 'when_cpu'])}"
 
 
@@ -424,13 +422,14 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     _validate(values | when_cpu | overrides, on_cpu, ("when_cpu",))
     if with_gpu.errors and (on_cpu.errors or _field_errors(values | overrides)):
         with_gpu.raise_if_any()  # what fits one of the two devices is judged when it runs, by `on`
-    said = {key: f"{key}={_in_a_name(value)}" for key, value in overrides.items() if key != "note"}
+    unsaid = ("note", "save_every")  # they change no result
+    said = {key: f"{key}={_in_a_name(value)}" for key, value in overrides.items() if key not in unsaid}
     texts = {}
     if "name" not in overrides and said:
         name = "+".join([values["name"], *said.values()])
         short = hashlib.sha256(name.encode()).hexdigest()[:6]
         texts["name"] = name if len(name) <= 60 else f"{values['name']}+{short}"
-    if "note" not in overrides:
+    if "note" not in overrides and said:
         texts["note"] = f"{values['name']} with " + ", ".join(text for key, text in said.items() if key != "name")
     instead_of = {key: values[key] for key in overrides}
     return Config.model_validate(values | texts | overrides | {"when_cpu": when_cpu, "overrides": instead_of})

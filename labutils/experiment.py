@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from labutils import compiling, data, device, distributed, memory, models, precision
+from labutils import resume as resuming
 from labutils.config import Config, ConfigError, load_config
 from labutils.optimizers import SmallAdamW, StepInBackward
 from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id, require_room
@@ -112,16 +113,19 @@ def run_experiment(
     where: torch.device | None = None,
     repeat: int = 0,
     rerun: bool = False,
+    resume: bool = False,
     progress: bool = True,
 ) -> RunRecord:
     """Train the experiment of a config (or of a YAML file) and save and return its record.
 
     A completed run with equal config, code, corpus, device and `repeat` is returned instead, unless
     `rerun=True`. A slow precision (see `precision.support`) runs fewer steps. After training, one untimed step
-    measures memory.
+    measures memory. `resume=True` continues from the state that an unfinished run with `save_every` has left in runs/
+    (to losses that are bit-identical on a CPU), or begins if there is none.
     Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out of memory and
     Ctrl-C are outcomes in the record, and what was allocated is free again. Raises OSError before training if runs/
-    cannot be written; should that fail after it, the record is returned all the same, and says so.
+    cannot be written; should that fail after it, the record is returned all the same, and says so. Raises RecordError
+    if a state is damaged, or belongs to another experiment of that name.
     """
     config = config if isinstance(config, Config) else load_config(config)
     where = distributed.join(where or device.choose_device())
@@ -136,6 +140,8 @@ def run_experiment(
             f"{config.name}: `tokens_per_step`: {resolved.tokens_per_step} tokens are {resolved.grad_accum_steps} "
             f"micro-batches, which {distributed.world_size()} processes cannot share equally"
         )
+    if distributed.world_size() > 1 and (resume or resolved.save_every):
+        raise ConfigError(f"{config.name}: `save_every`: states are saved in a single process only; set it to 0")
     stream, held_out, corpus, per_epoch = build_batches(resolved)
     identity = dict(
         name=config.name,
@@ -159,12 +165,21 @@ def run_experiment(
         return known
     if not distributed.rank():
         require_room()  # better now than after hours
+    saver = resuming.Saver(empty, resolved.save_every, new_id()[0])
+    if resume:
+        done = saver.find()
+        resumed = {"resumed": f"after step {done}"} if done else {}
+        empty = empty.model_copy(update={"environment": empty.environment | resumed})
     if progress:
         _announce(config, where, steps, resolved.steps, answer.reason)
+        if resume:
+            print(f"{config.name}: " + (f"continues after step {done}" if done else "no saved state: begins at step 0"))
+        elif saver.left:
+            print(f"{config.name}: begins at step 0; an unfinished run has left a state: --resume would continue it")
     try:
         with memory.memory_limit(resolved.memory_limit_gib, where):
-            record = _train_and_measure(resolved, where, steps, stream, held_out, progress)
-        record = record.model_copy(update={"environment": record.environment | _environment(resolved, where)})
+            record = _train_and_measure(resolved, where, steps, stream, held_out, saver, progress)
+        record = record.model_copy(update={"environment": record.environment | empty.environment})
     except RuntimeError as error:
         if not _is_out_of_memory(error) or distributed.world_size() > 1:
             raise  # of several processes one that goes on alone would be waited for
@@ -187,6 +202,10 @@ def run_experiment(
         return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
     if record.outcome != "completed":
         print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
+        if saver.done:
+            print(f"{record.name}: the state after step {saver.done} is saved; --resume continues from there")
+    else:
+        saver.finish()
     if progress:
         print(f"{record.name}: saved {path.name}")
     return record
@@ -206,10 +225,17 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _train_and_measure(
-    config: Config, where: torch.device, steps: int, stream: Iterator[dict], held_out: list[dict], progress: bool
+    config: Config,
+    where: torch.device,
+    steps: int,
+    stream: Iterator[dict],
+    held_out: list[dict],
+    saver: resuming.Saver,
+    progress: bool,
 ) -> RunRecord:
     """Train, then measure one more step; everything allocated dies with this frame."""
     model = build_experiment_model(config, where)
+    saver.require_room(model)
     n = distributed.world_size()
     if n > 1:
         stream = itertools.islice(stream, distributed.rank(), None, n)
@@ -234,6 +260,7 @@ def _train_and_measure(
         learning_rate_at=partial(learning_rate_at, config=config),
         held_out=held_out,
         eval_every=config.eval_every,
+        saver=saver,
         name=config.name,
         progress=progress,
     )

@@ -194,6 +194,15 @@ class StepInBackward:
         for part in self.parts.values():
             part.zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every parameter's optimizer, in order."""
+        return {"parts": [part.state_dict() for part in self.parts.values()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` has returned."""
+        for part, state in zip(self.parts.values(), state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups, one for each parameter."""

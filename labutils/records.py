@@ -9,10 +9,10 @@ import secrets
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,6 +31,7 @@ _CODE = (
     "experiment.py",
     "memory.py",
     "models.py",
+    "optimizers.py",
     "precision.py",
     "training.py",
 )
@@ -114,9 +115,9 @@ class RunRecord(_Part):
 
     @property
     def experiment(self) -> str:
-        """Equal for runs of the same experiment: config but for its note, code, corpus, device and versions."""
-        config = {k: v for k, v in self.config.items() if k != "note"}
-        versions = {k: v for k, v in self.environment.items() if k not in ("commit", "torch.compile")}
+        """Equal for runs of the same experiment: what changes results of config, code, corpus, device and versions."""
+        config = {k: v for k, v in self.config.items() if k not in ("note", "save_every")}
+        versions = {k: v for k, v in self.environment.items() if k not in ("commit", "torch.compile", "resumed")}
         parts = [self.name, config, versions, self.corpus, self.code, self.steps_planned]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -139,13 +140,16 @@ def runs_dir() -> Path:
     return Path(os.environ.get("LABUTILS_RUNS") or REPO_DIR / "runs").expanduser().resolve()
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees all of it or none, creating its folder. Raises OSError."""
+def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a file so that a reader sees all of it or none, creating its folder. Raises OSError.
+
+    `content` may be a function that writes into the file it is given. A process killed meanwhile leaves a hidden file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}-")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[-40:]}-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            content(file) if callable(content) else file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)

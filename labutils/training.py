@@ -16,6 +16,7 @@ from tqdm import tqdm
 from labutils import device, distributed, models, precision
 from labutils.optimizers import StepInBackward
 from labutils.records import RunRecord, Series, code_version, commit, new_id
+from labutils.resume import Saver
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
 
@@ -37,6 +38,7 @@ def train(
     learning_rate_at: Callable[[int], float] | None = None,
     held_out: Sequence[Any] = (),
     eval_every: int = 0,
+    saver: Saver | None = None,
     name: str = "run",
     progress: bool = True,
 ) -> RunRecord:
@@ -47,6 +49,7 @@ def train(
     `batches` yields micro-batches (tensors, or dicts of them), which are moved to the device here.
     Under torchrun each process gets its own micro-batches, and the gradient is that of all of them together.
     `learning_rate_at(step)` sets every parameter group's rate; without it the optimizer's own rates stand.
+    A `saver` keeps the run's state on disk, and skips the steps that are in the state it has found.
 
     Ctrl-C, and several non-finite losses in a row, end the run early: the record has the steps so far, `outcome` says
     how it ended. Exceptions of the model or the loss are not caught. Raises, before any work, PrecisionUnsupported, and
@@ -59,13 +62,15 @@ def train(
     if isinstance(optimizer, StepInBackward) and needs_all_gradients:
         raise ValueError("a step inside backward allows no accumulation, clipping, loss scale or second process")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    stream, log, held_out_losses = iter(batches), _StepLog(where), []
+    log = _StepLog(where)
     outcome, reason, targets_per_step = "completed", "", 0
     one = torch.ones((), device=where)
     replicas = distributed.Replicas(model, loss_fn)
-    bar = tqdm(
-        range(steps), desc=name, file=sys.stdout, mininterval=1, disable=not progress, unit="step", dynamic_ncols=False
-    )
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "log": log}
+    done = saver.restore(parts) if saver else 0
+    stream = itertools.islice(batches, done * grad_accum_steps, None)
+    how = {"file": sys.stdout, "mininterval": 1, "disable": not progress, "unit": "step", "dynamic_ncols": False}
+    bar = tqdm(range(done, steps), desc=name, initial=done, total=steps, **how)
     model.train()
     with precision.tf32(precision_name == "tf32"), bar:
         try:
@@ -104,7 +109,9 @@ def train(
                         break
                 if held_out and (step + 1 == steps or (eval_every and (step + 1) % eval_every == 0)):
                     loss = evaluate(model, held_out, loss_fn, count_targets, precision_name)
-                    held_out_losses.append((step + 1, loss))
+                    log.held_out.append((step + 1, loss))
+                if saver:
+                    saver.save_if_due(parts, step + 1)
         except KeyboardInterrupt:
             outcome, reason = "interrupted", f"stopped by Ctrl-C after {log.n_complete} of {steps} steps"
             optimizer.zero_grad(set_to_none=True)
@@ -121,7 +128,7 @@ def train(
         steps_planned=steps,
         tokens_per_step=targets_per_step,
         series=log.series(final_scale=float(scaler.get_scale()) if scaler.is_enabled() else 1.0),
-        held_out=held_out_losses,
+        held_out=log.held_out,
     )
 
 
@@ -162,11 +169,15 @@ def evaluate(
 class _StepLog:
     """Collects a run's series. On CUDA nothing is read back from the device more than once a second."""
 
+    KEPT = ("rows", "learning_rates", "held_out", "non_finite_in_a_row")  # in a saved state
+
     def __init__(self, where: torch.device) -> None:
         self.cuda = where.type == "cuda"
         self.pending: list[torch.Tensor] = []
         self.rows: list[list[float]] = []  # loss, grad_norm, loss_scale
         self.learning_rates: list[float] = []
+        self.held_out: list[tuple[int, float]] = []
+        self.earlier_ms: list[float] = []  # of steps taken before this process continued the run
         self.marks: list[tuple[Any, Any]] = []
         self.non_finite_in_a_row = 0
         self.last_read = time.monotonic()
@@ -206,8 +217,16 @@ class _StepLog:
     def step_ms(self) -> list[float]:
         if self.cuda:
             torch.cuda.synchronize()
-            return [start.elapsed_time(end) for start, end in self.marks]
-        return [1000 * (end - start) for start, end in self.marks]
+            return self.earlier_ms + [start.elapsed_time(end) for start, end in self.marks]
+        return self.earlier_ms + [1000 * (end - start) for start, end in self.marks]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.read()
+        return {key: getattr(self, key) for key in self.KEPT} | {"earlier_ms": self.step_ms()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key in (*self.KEPT, "earlier_ms"):
+            setattr(self, key, state[key])
 
     def series(self, final_scale: float) -> Series:
         loss, grad_norm, scale = (

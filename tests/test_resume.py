@@ -1,0 +1,207 @@
+"""A run that was stopped and continued ends exactly where an undisturbed one does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils import distributed, experiment
+from labutils import resume as resuming
+from labutils.records import RecordError
+from labutils.resume import state_files
+from tests.helpers import CPU
+
+SMALL = {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 9, "lr_warmup_steps": 2}
+SMALL |= {"dropout": 0.1, "eval_every": 3, "save_every": 2, "name": "short"}
+IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0, "tokens_per_step": 32}
+
+
+def start(name="fp32", *, resume=False, **changes):
+    config = lab.load_config(name, **(SMALL | changes))
+    return lab.run_experiment(config, where=CPU, progress=False, rerun=True, resume=resume)
+
+
+def stop_at(monkeypatch, step):
+    real = experiment.learning_rate_at
+
+    def stopping(now, config):
+        if now == step:
+            raise KeyboardInterrupt
+        return real(now, config)
+
+    monkeypatch.setattr(experiment, "learning_rate_at", stopping)
+    return lambda: monkeypatch.setattr(experiment, "learning_rate_at", real)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "fp16", "init_scale": 2.0**40, "growth_interval": 2},  # overflows at first, then grows
+        {"precision": "pure_bf16", "optimizer": "adamw_bf16"},
+        {"precision": "pure_bf16", "optimizer": "adamw_8bit", **IN_BACKWARD},
+        {"optimizer_impl": "for_loop", **IN_BACKWARD},
+        {"optimizer": "sgd", "optimizer_impl": "foreach"},
+        {"gradient_checkpointing": "block", "loss_chunk_tokens": 8},
+    ],
+    ids=["fp32", "fp16", "bf16 moments", "8-bit moments", "in backward", "sgd", "recomputed"],
+)
+def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
+    whole = start(**changes)
+    assert state_files() == [] and not list(runs.glob(".*"))
+    go_on = stop_at(monkeypatch, 5)
+    part = start(**changes)
+    assert part.outcome == "interrupted" and len(part.series.loss) == 5
+    assert len(state_files("short")) == 1
+    go_on()
+    torch.manual_seed(99)  # the new process is anywhere
+    continued = start(resume=True, **changes)
+    assert continued.environment["resumed"] == "after step 4"
+    assert continued.experiment == whole.experiment
+    for key in ("loss", "learning_rate", "loss_scale", "skipped"):
+        assert getattr(continued.series, key) == getattr(whole.series, key)
+    assert str(continued.series.grad_norm) == str(whole.series.grad_norm)  # NaN where nothing is clipped
+    assert continued.held_out == whole.held_out and len(whole.held_out) == 3
+    assert len(continued.series.step_ms) == 9
+    assert continued.epochs == whole.epochs
+    assert state_files() == []
+    if changes.get("precision") == "fp16":
+        assert any(whole.series.skipped) and len(set(whole.series.loss_scale)) > 2
+
+
+def train_slowly(folder: str) -> None:
+    os.environ["LABUTILS_RUNS"] = folder
+    real = experiment.learning_rate_at
+    experiment.learning_rate_at = lambda step, config: (time.sleep(0.05), real(step, config))[1]
+    start()
+
+
+def test_a_killed_run_continues(runs):
+    whole = start()
+    child = multiprocessing.get_context("spawn").Process(target=train_slowly, args=(str(runs),))
+    child.start()
+    deadline = time.monotonic() + 120
+    while not state_files() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.kill()
+    child.join()
+    assert len(state_files()) == 1
+    continued = start(resume=True)
+    assert continued.environment["resumed"].startswith("after step ")
+    assert continued.series.loss == whole.series.loss and continued.held_out == whole.held_out
+    assert state_files() == [] and not list(runs.glob(".*"))  # nor what was half written
+
+
+def test_the_furthest_of_several_states_is_taken(runs, monkeypatch, capsys):
+    for step in (7, 3):
+        stop_at(monkeypatch, step)
+        start()
+        monkeypatch.undo()
+        monkeypatch.setenv("LABUTILS_RUNS", str(runs))
+    assert "state after step 2 is saved; --resume continues" in capsys.readouterr().out
+    assert len(state_files()) == 2
+    assert start(resume=True).environment["resumed"] == "after step 6"
+    assert len(state_files()) == 1  # the other run's
+
+
+def test_nothing_to_continue_begins(runs):
+    record = start(resume=True)
+    assert record.outcome == "completed" and "resumed" not in record.environment
+
+
+@pytest.fixture
+def state(runs, monkeypatch):
+    go_on = stop_at(monkeypatch, 5)
+    start()
+    go_on()
+    return state_files()[0]
+
+
+def test_a_state_of_another_experiment_is_refused(state):
+    with pytest.raises(RecordError, match="is of another experiment: config, code"):
+        start(resume=True, learning_rate=1e-4)
+    assert state.exists()
+    assert start(resume=True, save_every=0).environment["resumed"] == "after step 4"  # which changes no result
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    "how", ["empty", "cut", "text", "pickle", "torch pickle", "version", "a flipped byte", "parts"]
+)
+def test_a_damaged_or_foreign_state_is_refused_and_runs_no_code(state, tmp_path, how):
+    good, marker = state.read_bytes(), tmp_path / "executed"
+    content = torch.load(state, weights_only=True)
+    if how in ("empty", "cut", "text"):
+        state.write_bytes({"empty": b"", "cut": good[: len(good) // 2], "text": b'{"step": 3}'}[how])
+    elif how == "pickle":
+        state.write_bytes(pickle.dumps(Payload(marker)))
+    elif how == "torch pickle":
+        torch.save(content | {"random": Payload(marker)}, state)
+    elif how == "version":
+        torch.save(content | {"version": 2}, state)
+    elif how == "parts":
+        torch.save(content | {"parts": content["parts"] | {"model": {}}}, state)
+    else:
+        middle = len(good) // 2
+        state.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
+    with pytest.raises(
+        RecordError, match=rf"^{state.name.replace('+', '.')} is damaged, or no saved state .*; delete it"
+    ):
+        start(resume=True)
+    assert not marker.exists()
+
+
+def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys):
+    limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), experiment.learning_rate_at
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill(step, config):
+        if step == 7:
+            raise KeyboardInterrupt
+        full = 2 < step < 7
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if full else limits[0], limits[1]))
+        return real(step, config)
+
+    monkeypatch.setattr(experiment, "learning_rate_at", fill)
+    try:
+        record = start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(record.series.loss) == 7
+    out = capsys.readouterr().out
+    assert "state of step 4 NOT SAVED" in out and "the run goes on" in out
+    assert not list(runs.glob(".*"))
+    monkeypatch.setattr(experiment, "learning_rate_at", real)
+    assert start(resume=True).environment["resumed"] == "after step 2"
+
+
+def test_too_small_a_disk_is_noticed_before_training(runs, monkeypatch):
+    runs.mkdir()
+    monkeypatch.setattr(resuming.shutil, "disk_usage", lambda _: (2**30, 2**30, 2**20))
+    with pytest.raises(OSError, match=r"save_every: 2 needs 0\.0 GiB .* Make room"):
+        start()
+    assert list(runs.glob("*.json")) == []
+    assert start(save_every=0).outcome == "completed"
+
+
+def test_several_processes_save_no_state(runs, monkeypatch):
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    with pytest.raises(lab.ConfigError, match="`save_every`: states are saved in a single process only"):
+        start()
