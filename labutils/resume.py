@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from zipfile import ZipFile
 
 import torch
 from torch import nn
@@ -109,6 +110,9 @@ class Saver:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        with ZipFile(path) as file:
+            if broken := file.testzip():  # torch does not look at the checksums it has written
+                raise ValueError(f"wrong checksum of {broken}")
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["version"] != STATE_VERSION or not isinstance(state["step"], int):
             raise ValueError(f"version {state['version']!r}, expected {STATE_VERSION}")
