@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import pandas as pd
 import torch
+
+from labutils import out_of_memory
 
 INSTALL_CUDA_TORCH = (
     f"{Path(sys.executable).name} -m pip install --force-reinstall torch==2.13.0  "
@@ -113,6 +117,67 @@ def choose_device() -> torch.device:
     return torch.device("cuda" if facts.usable and diagnose(facts) is None else "cpu")
 
 
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield (folder, is version 1) of this process's control group and of those around it; none but on Linux.
+
+    In a container the path in MEMBERSHIP is often the host's: folders that do not exist are left out.
+    """
+    lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers or controller in controllers.split(","):
+            root = CGROUPS / controllers
+            folder = root / path.lstrip("/")
+            yield from (
+                (f, bool(controllers)) for f in (folder, *folder.parents) if f.is_dir() and f.is_relative_to(root)
+            )
+
+
+def _numbers(*files: Path) -> list[int]:
+    """Return the first numbers in some files; -1 for `max`, and for a file that is not there."""
+    words = [word for f in files for word in (f.read_text().split()[:2] if f.exists() else ["max", "max"])]
+    return [int(word) if word.isdigit() else -1 for word in words]
+
+
+def usable_cpus() -> int:
+    """Return how many CPUs this process may use: of its affinity, and of its control groups' quota."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, is_v1 in _cgroup_folders("cpu"):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+        quota, period = [n for n in _numbers(*(folder / name for name in files))][:2]
+        if quota > 0:
+            found = min(found, math.ceil(quota / period))
+    return max(1, found)
+
+
+def free_host_bytes() -> int:
+    """Return how much more memory this process can have: of the machine's free memory, and of its control groups'.
+
+    What a group uses for files it can give back at once counts as free.
+    """
+    import psutil
+
+    free = psutil.virtual_memory().available
+    for folder, is_v1 in _cgroup_folders("memory"):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
+        limit, used = (_numbers(folder / name)[0] for name in names)
+        if limit < 0 or used < 0:
+            continue
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat.get("total_inactive_file" if is_v1 else "inactive_file", 0)))
+    return max(0, free)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how many bytes new tensors can have: on CUDA what the card has free and what torch holds unused."""
+    if device.type != "cuda":
+        return free_host_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def device_name(device: torch.device) -> str:
     """Return the processor's or the card's product name, with the CPU's instruction set as torch uses it."""
     if device.type == "cuda":
@@ -158,8 +223,11 @@ def environment(device: torch.device) -> dict[str, str]:
 def setup() -> torch.device:
     """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
 
-    Also tells pandas not to cut the reasons in our tables short.
+    Also gives torch no more threads than this process may use CPUs, shortens errors that say out of memory (see
+    `out_of_memory.explain_in_notebooks`), and tells pandas not to cut the reasons in our tables short.
     """
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
+    out_of_memory.explain_in_notebooks()
     pd.set_option("display.max_colwidth", None, "display.width", 200)
     facts = gpu_facts()
     problem = diagnose(facts)

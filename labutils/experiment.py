@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils import compiling, data, device, distributed, memory, models, precision
+from labutils import compiling, data, device, distributed, memory, models, out_of_memory, precision
 from labutils import resume as resuming
 from labutils.config import Config, ConfigError, load_config
 from labutils.optimizers import SmallAdamW, StepInBackward
@@ -178,19 +178,19 @@ def run_experiment(
             print(f"{config.name}: begins at step 0; an unfinished run has left a state: --resume would continue it")
     try:
         with memory.memory_limit(resolved.memory_limit_gib, where):
+            out_of_memory.require_host_memory(resolved, where)
             record = _train_and_measure(resolved, where, steps, stream, held_out, saver, progress)
         record = record.model_copy(update={"environment": record.environment | empty.environment})
     except RuntimeError as error:
-        if not _is_out_of_memory(error) or distributed.world_size() > 1:
+        if not out_of_memory.recognised(error) or distributed.world_size() > 1:
             raise  # of several processes one that goes on alone would be waited for
         run_id, created = new_id()
-        reason = (
-            f"{str(error).splitlines()[0]} Ways out: a smaller micro_batch_size (tokens_per_step may stay), seq_len"
-        )
-        record = empty.model_copy(
-            update={"id": run_id, "created": created, "outcome": "out_of_memory", "reason": reason}
-        )
+        failed = {"id": run_id, "created": created, "outcome": "out_of_memory", "reason": out_of_memory.said(error)}
+        record = empty.model_copy(update=failed)
     memory.free_memory()
+    if record.outcome == "out_of_memory":  # here: in the handler the traceback still keeps tensors alive
+        reason = f"{record.reason}. {out_of_memory.ways_out(config, where)}"
+        record = record.model_copy(update={"reason": reason})
     epochs = len(record.series.loss) * resolved.grad_accum_steps / per_epoch
     record = record.model_copy(update={**identity, "steps_planned": steps, "epochs": epochs})
     if distributed.rank():
@@ -216,12 +216,6 @@ def _environment(config: Config, where: torch.device) -> dict[str, str]:
     emulated = {"memory limit": f"{limit:g} GiB, emulated: of the allocator, without the context"} if limit else {}
     n = distributed.world_size()
     return device.environment(where) | emulated | ({"processes": str(n)} if n > 1 else {})
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has an exception of its own; a CPU, pinned host memory and cuBLAS say so in a RuntimeError's text."""
-    words = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
 
 
 def _train_and_measure(
@@ -288,9 +282,9 @@ def _train_and_measure(
     except OSError as error:
         return record.model_copy(update={"reason": f"memory could not be measured: {error}"})
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not out_of_memory.recognised(error):
             raise
-        reason = f"after training, while memory was measured: {str(error).splitlines()[0]}"
+        reason = f"after training, while memory was measured: {out_of_memory.said(error)}"
         return record.model_copy(update={"outcome": "out_of_memory", "reason": reason})
     if config.compile != compiling.OFF:
         report = report.model_copy(update={"method": f"{report.method}, not compiled"})

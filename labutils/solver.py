@@ -98,13 +98,7 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
     resolved = resolve(config, device)
-    sweeps: dict[tuple, Sweep] = {}
-
-    def tried(changes: dict[str, Any]) -> Fit:
-        others = {key: value for key, value in changes.items() if key != "micro_batch_size"}
-        sweep = sweeps.setdefault(tuple(others.items()), Sweep(resolved.model_copy(update=others), device))
-        ledger = sweep.ledger(changes.get("micro_batch_size", resolved.micro_batch_size))
-        return Fit(changes, costs(resolved, changes), time_cost(resolved, changes), ledger, device)
+    tried = _Trials(resolved, device)
 
     def without_the_superfluous(found: Fit, limit_gib: float) -> Fit:
         for key in list(found.changes):
@@ -116,8 +110,7 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
     found = tried({})
     if found.fits(budget_gib):
         return found
-    has_bf16 = device != "cpu" and card_named(device).flash
-    candidates = sorted(_candidates(resolved, has_bf16), key=lambda changes: _rank(resolved, changes))
+    candidates = _candidates(resolved, device)
     by_recipe: dict[tuple, Fit] = {}
 
     def smallest(recipe: tuple) -> Fit:
@@ -129,9 +122,8 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
             by_recipe[recipe] = min(tried(everything), tried(whole), key=lambda one: one.ledger.peak_bytes)
         return by_recipe[recipe]
 
-    fused = resolved.attention not in ("eager", "math")
     for changes in candidates:
-        if fused and needed_gib(closed_form(resolved.model_copy(update=changes)), device) > ROUGHLY * budget_gib:
+        if tried.hopeless(changes, budget_gib):
             continue  # not worth a trace
         if smallest(_recipe(resolved, changes)).fits(budget_gib):
             found = tried(changes)
@@ -143,8 +135,51 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
     return without_the_superfluous(found, max(budget_gib, found.needed_gib))
 
 
-def _candidates(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
-    """Yield every combination of changes; the free ones are all in each."""
+def enough_alone(config: Config, budget_gib: float, device: str = "a100") -> list[Fit]:
+    """Return the changes, one beside the free ones, each of which makes a config's step fit; cheapest first.
+
+    Empty if the config fits as it is, or if one change is not enough: see `fit`.
+    """
+    resolved = resolve(config, device)
+    tried, found = _Trials(resolved, device), {}
+    if tried({}).fits(budget_gib):
+        return []
+    for changes in _candidates(resolved, device):
+        alone = tuple(key for key in changes if key not in FREE)
+        if len(alone) < 2 and alone not in found and not tried.hopeless(changes, budget_gib):
+            one = tried(changes)
+            if one.fits(budget_gib):
+                found[alone] = one
+    return list(found.values())
+
+
+class _Trials:
+    """Ledgers of a config with changes; traces are kept."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        self.config, self.device = config, device
+        self.sweeps: dict[tuple, Sweep] = {}
+
+    def __call__(self, changes: dict[str, Any]) -> Fit:
+        others = {key: value for key, value in changes.items() if key != "micro_batch_size"}
+        config = self.config.model_copy(update=others)
+        sweep = self.sweeps.setdefault(tuple(others.items()), Sweep(config, self.device))
+        ledger = sweep.ledger(changes.get("micro_batch_size", config.micro_batch_size))
+        return Fit(changes, costs(self.config, changes), time_cost(self.config, changes), ledger, self.device)
+
+    def hopeless(self, changes: dict[str, Any], budget_gib: float) -> bool:
+        """Whether the closed form, which is of fused attention, is far above the budget."""
+        rough = needed_gib(closed_form(self.config.model_copy(update=changes)), self.device)
+        return self.config.attention not in ("eager", "math") and rough > ROUGHLY * budget_gib
+
+
+def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
+    """Return every combination of changes, best first; the free ones are all in each."""
+    has_bf16 = device != "cpu" and card_named(device).flash
+    return sorted(_combinations(config, has_bf16), key=lambda changes: _rank(config, changes))
+
+
+def _combinations(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
     free = {key: value for key, (value, _) in FREE.items() if getattr(config, key) != value}
     sequences = config.micro_batch_size * config.grad_accum_steps
     sizes = [n for n in range(config.micro_batch_size, 0, -1) if sequences % n == 0]

@@ -1,0 +1,111 @@
+"""What to say when memory runs out: how much was asked for, how much is free, and the cheapest ways out."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from labutils.config import Config
+
+GIB = 2**30
+WAYS = 3
+WORDS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def recognised(error: BaseException) -> bool:
+    """CUDA has an exception of its own; a CPU, pinned host memory and cuBLAS say so in a RuntimeError's text."""
+    ours = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return ours or (isinstance(error, RuntimeError) and any(text in str(error) for text in WORDS))
+
+
+def said(error: BaseException) -> str:
+    """Return what an error says in short: what was asked for, and what was free if it tells; else its first line."""
+    text = str(error)
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
+    free = re.search(r"of which ([\d.]+ \w+) is free", text)
+    if not asked:
+        return (text.splitlines() or ["out of memory"])[0]
+    amount, unit = asked[1].split()
+    amount = f"{int(amount) / GIB:,.2f} GiB" if unit == "bytes" else asked[1]
+    return f"asked for {amount} more" + (f", {free[1]} free" if free else "")
+
+
+def require_host_memory(config: Config, where: torch.device) -> None:
+    """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room: Linux would kill the whole process.
+
+    Estimated with the closed form. On CUDA nothing is asked: there the allocator says so in time.
+    """
+    from labutils.device import free_bytes
+    from labutils.formula import closed_form
+
+    if where.type != "cpu":
+        return
+    needed, free = closed_form(config).peak_bytes, free_bytes(where)
+    if needed > free:
+        raise torch.OutOfMemoryError(
+            f"Tried to allocate {needed / GIB:.2f} GiB (closed form, not tried), of which {free / GIB:.2f} GiB is free"
+        )
+
+
+def ways_out(config: Config, where: torch.device) -> str:
+    """Return the WAYS cheapest changes with each of which, by the ledger, a config's step fits the memory free now.
+
+    Where no single one is enough, the cheapest combination.
+    """
+    from labutils.device import free_bytes
+    from labutils.precision import PrecisionUnsupported
+    from labutils.predict import CONTEXT_GIB
+    from labutils.solver import enough_alone, fit
+
+    on_card = where.type == "cuda"
+    limit = config.on(where.type).memory_limit_gib if on_card else 0
+    free = min(free_bytes(where) / GIB, limit or float("inf"))  # of a card: its context is there already
+    budget, card = (free + CONTEXT_GIB, "this") if on_card else (free, "cpu")
+    try:
+        found = enough_alone(config, budget, card)[:WAYS] or [fit(config, budget, card)]
+    except (RuntimeError, PrecisionUnsupported) as error:  # it could not be traced
+        return f"Ways out: a smaller micro_batch_size or seq_len ({str(error).splitlines()[0]})"
+    if not found[0].changes and found[0].fits(budget):
+        return (
+            f"By the ledger {config.name} needs {found[0].needed_gib:.2f} GiB and {free:.2f} are free now: "
+            "something else held memory. Delete what you no longer need, or restart the kernel"
+        )
+    options = "; or ".join(", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in found)
+    if not found[0].fits(budget):
+        return f"Nothing makes it fit {free:.2f} GiB; least is needed with {options}: {found[0].needed_gib:.2f} GiB"
+    return f"{free:.2f} GiB are free now. Cheapest ways out (predicted): {options}"
+
+
+def explain_in_notebooks() -> None:
+    """Let IPython answer an error that says out of memory in a few lines, and give back what the cell has allocated.
+
+    The traceback, which IPython keeps, loses its frames' variables, so that the next cell finds the memory free. If the
+    notebook has a `config`, its ways out are named. Does nothing outside IPython.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is not None:
+        shell.set_custom_exc((RuntimeError, MemoryError), _answer)
+
+
+def _answer(shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: int | None = None) -> None:
+    from labutils.config import Config
+    from labutils.memory import free_memory
+
+    if not recognised(error):
+        shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
+        return
+    in_cell = next(f for f in traceback.extract_tb(tb) if not f.filename.endswith("interactiveshell.py"))
+    lines = [f"Out of memory: {said(error)}", f"in line {in_cell.lineno} of the cell: {in_cell.line}"]
+    sys.last_value = error
+    free_memory()
+    if isinstance(config := shell.user_ns.get("config"), Config):
+        where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        lines.append(f"For `config` ({config.name}): {ways_out(config, where)}")
+    error._render_traceback_ = lambda: lines
+    shell.showtraceback((kind, error, tb), tb_offset=tb_offset)

@@ -1,0 +1,165 @@
+"""Too little memory gives a short answer with ways out, and the memory back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils import device, experiment, out_of_memory, solver
+from tests.helpers import CPU, REPO
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 7.60 GiB of which 612.00 "
+            "MiB is free. Including non-PyTorch memory, this process has 6.9 GiB memory in use. …",
+            "asked for 1.50 GiB more, 612.00 MiB free",
+        ),
+        (
+            "[enforce fail at alloc_cpu.cpp:132] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 1125899906842624 bytes. Error code 12 (Cannot allocate memory)",
+            "asked for 1,048,576.00 GiB more",
+        ),
+        ("CUDA error: out of memory\nCUDA kernel errors might be …", "CUDA error: out of memory"),
+    ],
+)
+def test_what_was_asked_for_and_what_is_free(text, short):
+    error = RuntimeError(text)
+    assert out_of_memory.said(error) == short
+
+
+def test_only_errors_that_say_so_are_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert out_of_memory.recognised(caught.value)
+    assert out_of_memory.recognised(torch.OutOfMemoryError("…")) and out_of_memory.recognised(MemoryError())
+    assert not out_of_memory.recognised(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_ways_out_fit_what_is_free(monkeypatch):
+    config = lab.load_config("fp32", micro_batch_size=8, tokens_per_step=1024)
+    free = 0.7 * lab.needed_gib(lab.predict_memory(config, "cpu"), "cpu")
+    monkeypatch.setattr(device, "free_bytes", lambda _: free * GIB)
+    answer = out_of_memory.ways_out(config, CPU)
+    options = answer.partition("Cheapest ways out (predicted): ")[2].split("; or ")
+    assert answer.startswith(f"{free:.2f} GiB are free now.") and len(options) == 3
+    wanted = solver.enough_alone(config, free, "cpu")[:3]
+    assert options == [", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in wanted]
+    assert all(one.fits(free) for one in wanted)
+    monkeypatch.setattr(device, "free_bytes", lambda _: 2**20)
+    assert out_of_memory.ways_out(config, CPU).startswith("Nothing makes it fit 0.00 GiB; least is needed with ")
+
+
+def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
+    """Where memory is overcommitted, nothing would say no: the process would be killed."""
+    monkeypatch.setattr(device, "free_host_bytes", lambda: 40 * 2**20)
+    monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("it trained"))
+    record = lab.run_experiment(lab.load_config("fp32"), where=CPU, progress=False)
+    assert record.outcome == "out_of_memory"
+    assert record.reason.startswith("asked for 0.05 GiB more, 0.04 GiB free. 0.04 GiB are free now. Cheapest ways out")
+
+
+CELLS = """
+import gc, sys, torch
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_cell("import torch, labutils as lab; lab.setup(); config = lab.load_config('fp32').on('cpu')")
+import labutils as lab
+before = lab.allocated_bytes(torch.device("cpu"))
+result = shell.run_cell('''
+def step():
+    activations = torch.ones(2**22)
+    return torch.empty(2**50, dtype=torch.uint8)
+
+step()
+''')
+assert not result.success
+assert lab.allocated_bytes(torch.device("cpu")) == before, "the traceback keeps tensors"
+result = shell.run_cell("1 / 0")
+assert not result.success
+assert shell.run_cell("torch.ones(2).sum().item()").result == 2.0
+shell.run_cell("torch.ones(2) @ torch.ones(3)")
+"""
+
+
+def test_a_cell_without_memory_gives_a_short_answer_and_the_next_one_runs(tmp_path):
+    pytest.importorskip("IPython")
+    done = subprocess.run(
+        [sys.executable, "-c", CELLS],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "IPYTHONDIR": str(tmp_path), "NO_COLOR": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    first = done.stdout[done.stdout.index("Out of memory") :].splitlines()
+    assert first[0] == "Out of memory: asked for 1,048,576.00 GiB more"
+    assert first[1] == "in line 5 of the cell: step()"
+    assert first[2].startswith("For `config` (fp32): By the ledger fp32 needs 0.")
+    assert "DefaultCPUAllocator" not in done.stdout
+    assert "ZeroDivisionError" in done.stdout and "same number of elements" in done.stdout  # other errors look as ever
+
+
+def control_groups(tmp_path, monkeypatch, membership: str, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "membership").write_text(membership)
+    monkeypatch.setattr(device, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(device, "MEMBERSHIP", tmp_path / "membership")
+
+
+V2 = {
+    "hub/user/cpu.max": "max 100000\n",
+    "hub/cpu.max": "100000 100000\n",  # one CPU for all users
+    "hub/user/memory.max": f"{GIB}\n",
+    "hub/user/memory.current": f"{GIB // 2}\n",
+    "hub/user/memory.stat": f"anon 1\ninactive_file {GIB // 8}\n",
+    "hub/memory.max": "max\n",
+    "hub/memory.current": f"{GIB}\n",
+}
+V1 = {
+    "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+    "cpu,cpuacct/user/cpu.cfs_quota_us": "150000\n",
+    "cpu,cpuacct/user/cpu.cfs_period_us": "100000\n",
+    "memory/memory.limit_in_bytes": "9223372036854771712\n",
+    "memory/memory.usage_in_bytes": f"{GIB}\n",
+    "memory/memory.stat": "total_inactive_file 0\n",
+    "memory/user/memory.limit_in_bytes": f"{GIB}\n",
+    "memory/user/memory.usage_in_bytes": f"{GIB // 2}\n",
+    "memory/user/memory.stat": f"cache 3\ntotal_inactive_file {GIB // 8}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cpus"),
+    [("0::/hub/user\n", V2, 1), ("4:memory:/user\n3:cpu,cpuacct:/user\n0::/\n", V1, 2), ("0::/host/path\n", {}, 64)],
+    ids=["version 2", "version 1", "none"],
+)
+def test_limits_of_the_control_group_count(tmp_path, monkeypatch, membership, files, cpus):
+    control_groups(tmp_path, monkeypatch, membership, files)
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert device.usable_cpus() == cpus
+    if files:
+        assert device.free_host_bytes() == GIB // 2 + GIB // 8
+    else:
+        assert device.free_host_bytes() > 0
+
+
+def test_threads_follow_affinity():
+    code = "import labutils as lab, torch; torch.set_num_threads(8); lab.setup(); print(torch.get_num_threads())"
+    only = "import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]}); "
+    if not hasattr(device.os, "sched_setaffinity"):
+        pytest.skip("this system has no affinity")
+    done = subprocess.run([sys.executable, "-c", only + code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "1"
