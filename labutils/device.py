@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from labutils import out_of_memory
+from labutils import memory, out_of_memory
 
 INSTALL_CUDA_TORCH = (
     f"{Path(sys.executable).name} -m pip install --force-reinstall torch==2.13.0  "
@@ -223,7 +223,8 @@ def environment(device: torch.device) -> dict[str, str]:
 def setup() -> torch.device:
     """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
 
-    Also gives torch no more threads than this process may use CPUs, shortens errors that say out of memory (see
+    Also gives torch no more threads than this process may use CPUs, and on Windows no more of a card's memory than is
+    free (see `memory.cap_to_free`), shortens errors that say out of memory (see
     `out_of_memory.explain_in_notebooks`), and tells pandas not to cut the reasons in our tables short.
     """
     torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
@@ -232,6 +233,7 @@ def setup() -> torch.device:
     facts = gpu_facts()
     problem = diagnose(facts)
     device = torch.device("cuda" if facts.usable and not problem else "cpu")
+    memory.cap_to_free(device)
     if problem:
         print(f"!! A GPU IS NOT USED: {problem}\n")
     print(", ".join(f"{key} {value}" for key, value in environment(device).items() if key != "device_type"))

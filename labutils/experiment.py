@@ -311,18 +311,18 @@ def _timing(step_ms: list[float], flops_per_token: float, config: Config, where:
     )
 
 
-def run_experiments(paths: Iterable[str], *, baseline_repeats: int = 2, **options: Any) -> list[RunRecord]:
-    """Run several configs and return their records; the first is the baseline and runs `baseline_repeats` times.
+def run_experiments(configs: Iterable[Config | str], *, baseline_repeats: int = 2, **options: Any) -> list[RunRecord]:
+    """Run configs (or YAML files) and return their records; the first, the baseline, runs `baseline_repeats` times.
 
     A precision that this device lacks gives an unsaved record with `outcome` "unsupported" and the reason.
     """
     records = []
-    for position, path in enumerate(paths):
+    for position, config in enumerate(configs):
         for repeat in range(1 if position else baseline_repeats):
             try:
-                records.append(run_experiment(path, repeat=repeat, **options))
+                records.append(run_experiment(config, repeat=repeat, **options))
             except precision.PrecisionUnsupported as problem:
-                config = load_config(path)
+                config = config if isinstance(config, Config) else load_config(config)
                 run_id, created = new_id()
                 reason = str(problem).partition(": ")[2]
                 records.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import platform
 import sys
 import tempfile
 import traceback
@@ -65,7 +66,8 @@ def free_memory() -> None:
 def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
     """Inside, CUDA's caching allocator hands out at most `gib` GiB, so that a large card behaves like a small one.
 
-    The CUDA context and other processes are not limited. 0 is no limit; on a CPU nothing is limited.
+    The CUDA context and other processes are not limited. 0 is no limit; on a CPU nothing is limited. On Windows see
+    `cap_to_free`.
     """
     if not gib or device.type != "cuda":
         yield
@@ -78,6 +80,19 @@ def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, index)
+        cap_to_free(device)
+
+
+def cap_to_free(device: torch.device) -> None:
+    """On Windows (and Linux inside it), let CUDA's allocator have no more than the card has free.
+
+    There the driver does not refuse what is too much: it moves memory to the host, and all becomes many times slower.
+    With the cap, too much is an error as elsewhere.
+    """
+    if device.type == "cuda" and (sys.platform == "win32" or "microsoft" in platform.release().lower()):
+        free, total = torch.cuda.mem_get_info(device)
+        ours = torch.cuda.memory_reserved(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (free + ours) / total), torch.cuda.current_device())
 
 
 def cuda_memory(device: torch.device) -> dict[str, int]:

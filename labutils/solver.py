@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from labutils import models
-from labutils.config import Config
+from labutils.config import Config, load_config
+from labutils.device import choose_device, free_bytes
 from labutils.formula import closed_form, n_parameters
 from labutils.predict import CONTEXT_GIB, Sweep, card_named, resolve
 from labutils.records import MemoryLedger
@@ -284,6 +285,27 @@ def shape_that_fits(config: Config, limit: int = 8) -> dict[str, int]:
         return {}
     fits = max(1, largest_micro_batch(config, card_named("this").memory_gib, "this", limit))
     return {"micro_batch_size": fits, "tokens_per_step": fits * config.seq_len}
+
+
+def fitting(*names: str) -> list[Config]:
+    """Return the configs of some names or files; where memory is short, with smaller micro-batches that fit.
+
+    All get the size with which, by the ledger, the first one's step fits the memory that is free here, at least 1:
+    `tokens_per_step` stays, so they accumulate, and remain comparable with each other and with other machines.
+    """
+    configs = [load_config(name) for name in names]
+    where = choose_device()
+    first, device = configs[0].on(where.type), "cpu" if where.type == "cpu" else "this"
+    budget = free_bytes(where) / 2**30 + (0 if device == "cpu" else CONTEXT_GIB)
+    if ROUGHLY * needed_gib(closed_form(first), device) < budget:
+        return configs
+    sweep, sequences = Sweep(first, device), first.tokens_per_step // first.seq_len
+    sizes = [n for n in range(first.micro_batch_size, 0, -1) if sequences % n == 0]
+    size = next((n for n in sizes if needed_gib(sweep.ledger(n), device) <= budget), 1)
+    if size == first.micro_batch_size:
+        return configs
+    note = f"in micro-batches of {size}, for want of memory"
+    return [load_config(n, name=c.name, note=note, micro_batch_size=size) for n, c in zip(names, configs, strict=True)]
 
 
 @lru_cache(maxsize=4)
