@@ -224,6 +224,12 @@ def test_override_is_judged_on_the_device_it_runs_on(write):
         load_config(path, micro_batch_size=3, tokens_per_step=385)
 
 
+def test_what_just_fits_is_accepted(write):
+    path = write(GOOD)
+    assert load_config(path, lr_warmup_steps=60).on("cuda").steps == 60
+    assert load_config(path, weights="pretrained", seq_len=1024).on("cuda").grad_accum_steps == 1
+
+
 def test_override_corpus_is_relative_to_the_working_directory(write, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,8 +15,10 @@ from labutils.memory import (
     OPTIMIZER,
     PARAMETERS,
     TEMPORARIES,
+    TIMELINE_POINTS,
     cuda_memory,
     tensor_bytes,
+    thinned,
 )
 from labutils.precision import autocast, grad_scaler
 from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum
@@ -70,6 +73,22 @@ def test_timeline_reaches_each_phases_peak_in_order():
     for phase, parts in report.phases.items():
         totals = [sum(point[1:]) for name, points in report.timeline if name == phase for point in points]
         assert max(totals) == sum(parts.values())
+
+
+def test_a_long_timeline_keeps_its_peak():
+    alive = np.ones((5000, 2))
+    alive[1234] = 30, 40
+    [(_, points)] = thinned([("backward", np.arange(5000), alive)])
+    assert [1234, 30, 40] in points
+    assert len(points) <= TIMELINE_POINTS + 1
+
+
+def test_a_model_can_be_measured_again():
+    """A hook left behind by the first measurement would begin phases of its own in the second."""
+    model = chain()
+    first, second = (step_report(model, [torch.randn(ROWS, WIDTH)]) for _ in range(2))
+    assert [phase for phase, _ in second.timeline] == [phase for phase, _ in first.timeline]
+    assert second.peak_bytes == first.peak_bytes
 
 
 def test_peak_is_the_largest_phase():

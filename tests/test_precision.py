@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,6 +27,14 @@ def test_support_of_named_cards(card):
     assert {p for p, a in answers.items() if a.ok and not a.slow} == fast
     assert all(a.reason for a in answers.values())
     assert all("use fp16" in answers[p].reason for p in refused)
+
+
+def test_emulated_bf16_is_not_support(monkeypatch):
+    """Asked for BF16 on a T4, torch says yes unless emulation is left out."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    answers = {p: precision.support(p, torch.device("cuda")).ok for p in precision.PRECISIONS}
+    assert answers == {"fp32": True, "tf32": False, "fp16": True, "bf16": False, "pure_bf16": False}
 
 
 def test_tf32_is_refused_on_a_cpu_with_a_way_out():
@@ -55,7 +65,13 @@ def test_tf32_switch_is_put_back():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+    ("name", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("fp16", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("pure_bf16", torch.float32),  # whose weights are BF16 already: what is not stays as it is
+    ],
 )
 def test_autocast_gives_the_dtype_of_the_precision(name, dtype):
     with precision.autocast(name, CPU):
@@ -97,3 +113,8 @@ def test_peak_rate_says_where_it_is_from():
     rate, source = precision.peak_rate("fp32", CPU)
     assert rate > 1e8
     assert "measured here" in source
+
+
+def test_a_multiplication_and_an_addition_are_two_operations(monkeypatch):
+    monkeypatch.setattr(precision.time, "perf_counter", itertools.count().__next__)  # every product takes one second
+    assert precision.matmul_rate(torch.float32, CPU, 8) == 2 * 8**3

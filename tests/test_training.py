@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from functools import partial
 from itertools import count
 
@@ -155,7 +156,7 @@ def test_batches_that_end_early_are_reported():
 
 def test_held_out_loss_is_taken_without_dropout_and_training_goes_on():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    held_out = regression_batches(2, seed=9)
+    held_out = [*regression_batches(1, size=9, seed=9), *regression_batches(1, size=3, seed=8)]  # no mean of means
     record = train(model, regression_batches(4), optimizer=sgd(model, 1e-9), steps=4, held_out=held_out, eval_every=2)
     assert [step for step, _ in record.held_out] == [2, 4]
     assert record.held_out[0][1] == pytest.approx(record.held_out[1][1], rel=1e-4)
@@ -204,6 +205,37 @@ def test_training_and_evaluation_run_in_the_precision_asked_for(monkeypatch):
     train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="bf16", held_out=held_out)
     assert dtypes == [(True, torch.bfloat16), (False, torch.bfloat16)]
     assert settings == [False]
+
+
+def test_autocast_is_over_before_backward():
+    """Backward runs in the dtypes that the forward pass chose; torch advises against autocast around it."""
+    model, inside = two_layers(), []
+    model[0].weight.register_hook(lambda _: inside.append(torch.is_autocast_enabled("cpu")))
+    train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="bf16")
+    assert inside == [False]
+
+
+def test_no_graph_outlives_its_micro_batch():
+    """A loss that is logged with its graph keeps what the graph refers to until the log is read."""
+    graphs, alive = [], []
+
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            graphs.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    def loss_fn(model, batch):
+        alive.append(sum(graph() is not None for graph in graphs))
+        return Marked.apply(squared_error_sum(model, batch))
+
+    model = two_layers()
+    train(model, regression_batches(6), loss_fn=loss_fn, optimizer=sgd(model), steps=2, grad_accum_steps=3)
+    assert alive == [0] * 6
 
 
 def test_scaled_and_unscaled_fp16_training_agree_where_little_underflows():

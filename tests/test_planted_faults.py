@@ -1,0 +1,317 @@
+"""Thirty faults, planted one at a time in a copy of the package: the fast test named beside a fault must fail there.
+
+A test that never fails proves nothing; here each is seen to fail. Not named are tests that replace source lines
+themselves (as those of test_accumulation.py do): they fail on any change, whether they understand it or not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import REPO, committed, slow
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In labutils/`module`.py the text `old`, which is there once, becomes `new`; `test` (below tests/) must notice."""
+
+    module: str
+    name: str
+    old: str
+    new: str
+    test: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.name}"
+
+
+WINDOW = 16 * " "  # indentation in the training loop, per window
+UNSCALE, UPDATE = f"{WINDOW}scaler.unscale_(optimizer)\n", f"{WINDOW}scaler.update()\n"
+CLIP = f"{WINDOW}grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm) if max_grad_norm else one * math.nan\n"
+BACKWARD = f"{WINDOW}        scaler.scale(loss * replicas.size).backward()"
+
+FAULTS = [
+    Fault(
+        "training",
+        "divided as if all micro-batches had the targets of the first",
+        "sum(map(count_targets, micro_batches))",
+        "len(micro_batches) * count_targets(micro_batches[0])",
+        "test_training.py::test_accumulated_gradients_equal_full_batch",
+    ),
+    Fault(
+        "training",
+        "clipped before unscaling",
+        f"{UNSCALE}{CLIP}",
+        f"{CLIP}{UNSCALE}",
+        "test_training.py::test_clipping_acts_on_unscaled_gradients",
+    ),
+    Fault(
+        "training",
+        "loss scale never updated",
+        UPDATE,
+        "",
+        "test_training.py::test_an_overflow_skips_the_step_and_halves_the_scale",
+    ),
+    Fault(
+        "training",
+        "gradients not cleared",
+        f"{WINDOW}optimizer.zero_grad(set_to_none=True)\n{WINDOW}log.stop",
+        f"{WINDOW}log.stop",
+        "test_experiment.py::test_run_equals_the_loop_written_out",
+    ),
+    Fault(
+        "training",
+        "logged loss not detached",
+        "step_loss += loss.detach()",
+        "step_loss += loss",
+        "test_training.py::test_no_graph_outlives_its_micro_batch",
+    ),
+    Fault(
+        "training",
+        "backward under autocast",
+        BACKWARD,
+        f"    {BACKWARD}",
+        "test_training.py::test_autocast_is_over_before_backward",
+    ),
+    Fault(
+        "training",
+        "held-out loss a mean of means",
+        "total += loss_fn(model, to_device(batch, where))\n            n_targets += count_targets(batch)",
+        "total += loss_fn(model, to_device(batch, where)) / count_targets(batch)\n            n_targets += 1",
+        "test_training.py::test_held_out_loss_is_taken_without_dropout_and_training_goes_on",
+    ),
+    Fault(
+        "models",
+        "labels not shifted",
+        'F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()',
+        'batch["labels"].flatten()',
+        "test_models.py::test_lm_loss_is_hugging_faces_loss",
+    ),
+    Fault(
+        "precision",
+        "autocast around weights that are BF16 already",
+        'if precision in ("fp16", "bf16"):',
+        'if precision in ("fp16", "bf16", "pure_bf16"):',
+        "test_precision.py::test_autocast_gives_the_dtype_of_the_precision",
+    ),
+    Fault(
+        "precision",
+        "TF32 left on after an error",
+        "    try:\n        yield\n    finally:\n        matmul.fp32_precision = before\n",
+        "    yield\n    matmul.fp32_precision = before\n",
+        "test_precision.py::test_tf32_switch_is_put_back",
+    ),
+    Fault(
+        "precision",
+        "BF16 said to be supported on a T4",
+        "torch.cuda.is_bf16_supported(including_emulation=False)",
+        "torch.cuda.is_bf16_supported()",
+        "test_precision.py::test_emulated_bf16_is_not_support",
+    ),
+    Fault(
+        "precision",
+        "a multiplication and an addition counted as one operation",
+        "return 2 * n**3 / min(seconds)",
+        "return n**3 / min(seconds)",
+        "test_precision.py::test_a_multiplication_and_an_addition_are_two_operations",
+    ),
+    Fault(
+        "config",
+        "when_cpu beats an override",
+        "for key, value in cpu.items() if key not in self.overrides}",
+        "for key, value in cpu.items()}",
+        "test_config.py::test_override_beats_when_cpu_beats_file",
+    ),
+    Fault(
+        "config",
+        "columns counted from 0",
+        "(mark.line + 1, mark.column + 1)",
+        "(mark.line + 1, mark.column)",
+        "test_config.py::test_line_and_column_are_those_of_an_editor",
+    ),
+    Fault(
+        "config",
+        "unknown keys accepted",
+        'extra="forbid"',
+        'extra="ignore"',
+        "test_config.py::test_mistake_is_reported_where_it_stands",
+    ),
+    Fault(
+        "config",
+        "tokens_per_step rounded down to a multiple",
+        "if tokens % per_pass:",
+        "if tokens < per_pass:",
+        "test_config.py::test_mistake_is_reported_where_it_stands",
+    ),
+    Fault(
+        "config",
+        "as many warm-up steps as steps refused",
+        'values["lr_warmup_steps"] > values["steps"]',
+        'values["lr_warmup_steps"] >= values["steps"]',
+        "test_config.py::test_what_just_fits_is_accepted",
+    ),
+    Fault(
+        "predict",
+        "blocks beyond whole checkpointing units forgotten",
+        "(n * unit + n_layer % unit for n in FEW_LAYERS)",
+        "(n * unit for n in FEW_LAYERS)",
+        "test_predict.py::test_two_and_three_layers_tell_about_all[smaller-last-unit]",
+    ),
+    Fault(
+        "predict",
+        "requests not rounded up to 512 bytes",
+        'block=1 if device == "cpu" else CUDA_BLOCK',
+        "block=1",
+        "test_predict.py::test_a_request_is_rounded_up_on_cuda_only",
+    ),
+    Fault(
+        "predict",
+        "gradients of earlier micro-batches forgotten",
+        "2 if accumulates else 1",
+        "1",
+        "test_predict.py::test_gradients_stay_alive_between_micro_batches",
+    ),
+    Fault(
+        "predict",
+        "modules predicted without their dropout",
+        "twin.train(),",
+        "twin.eval(),",
+        "test_predict.py::test_a_module_is_predicted_in_training_mode_and_left_in_its_own",
+    ),
+    Fault(
+        "memory",
+        "peak taken at the end of a phase",
+        "by_category[by_category.sum(axis=1).argmax()]",
+        "by_category[-1]",
+        "test_memory.py::test_timeline_reaches_each_phases_peak_in_order",
+    ),
+    Fault(
+        "memory",
+        "activations and logits mixed up",
+        '{"forward": ACTIVATIONS, "loss": LOGITS}',
+        '{"forward": LOGITS, "loss": ACTIVATIONS}',
+        "test_memory.py::test_forward_peak_is_what_arithmetic_says",
+    ),
+    Fault(
+        "memory",
+        "gradients left behind",
+        "report = recorder.report()\n    optimizer.zero_grad(set_to_none=True)\n",
+        "report = recorder.report()\n",
+        "test_memory.py::test_measured_step_is_a_real_step",
+    ),
+    Fault(
+        "memory",
+        "hook left behind",
+        "    finally:\n        handle.remove()\n",
+        "    finally:\n        del handle\n",
+        "test_memory.py::test_a_model_can_be_measured_again",
+    ),
+    Fault(
+        "memory",
+        "peak thinned out of the timeline",
+        ".tolist(), int(alive.sum(axis=1).argmax())}",
+        ".tolist()}",
+        "test_memory.py::test_a_long_timeline_keeps_its_peak",
+    ),
+    Fault(
+        "checks",
+        "a step that never clears is right",
+        "- reference).norm() > 0.3 * reference",
+        "- reference).norm() > 3.0 * reference",
+        "solutions/test_solutions_01.py::test_wrong_step_is_named",
+    ),
+    Fault(
+        "checks",
+        "an answer that raises is right",
+        'problem = f"it raised {type(error).__name__}: {error}"',
+        "problem = None",
+        "solutions/test_solutions_01.py::test_wrong_bytes_are_named",
+    ),
+    Fault(
+        "checks",
+        "GB are right for GiB",
+        "return abs(answer / gib - 1) < 0.02",
+        "return abs(answer / gib - 1) < 0.1",
+        "solutions/test_solutions_02.py::test_wrong_floor_is_named",
+    ),
+    Fault(
+        "checks",
+        "a last window left uncleared is right",
+        "    for _ in range(2):\n        epoch(model, batches, optimizer, accumulate, limit)\n",
+        "    epoch(model, batches, optimizer, accumulate, limit)\n    watch.steps *= 2\n",
+        "solutions/test_solutions_02.py::test_what_is_right_only_at_first_sight",
+    ),
+]
+
+
+def planted(fault: Fault) -> str:
+    """Return the module's source with the fault in it. Fails if the source has changed where the fault belongs."""
+    source = (REPO / "labutils" / f"{fault.module}.py").read_text(encoding="utf-8")
+    times = source.count(fault.old)
+    assert times == 1, f"{fault}: labutils/{fault.module}.py has this {times} times; plant it anew: {fault.old!r}"
+    return source.replace(fault.old, fault.new)
+
+
+def copied(folder: Path) -> Path:
+    """Copy what the named tests need, configs as committed, and return the root of the copy."""
+    course = folder / "course"
+    for name in ("labutils", "tests", "configs"):
+        shutil.copytree(REPO / name, course / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (REPO / "configs").glob("*_config.yaml"):
+        (course / "configs" / path.name).write_text(committed(f"configs/{path.name}"), encoding="utf-8")
+    shutil.copy(REPO / "pyproject.toml", course)
+    return course
+
+
+def run_fast_tests(course: Path, module: str, *tests: str) -> subprocess.CompletedProcess:
+    """Run tests in a copy. Exit code 1 is a failed test; no such test, only slow ones, or a broken import are others.
+
+    For the import a plugin sees to that: it also refuses a module that is not the copy's.
+    """
+    plugin = f"""
+from pathlib import Path
+import labutils.{module} as module
+assert Path(module.__file__).is_relative_to(Path(__file__).parent), module.__file__
+"""
+    (course / "in_the_copy.py").write_text(plugin, encoding="utf-8")
+    options = ["-o", "addopts=", "-m", "not slow", "-p", "in_the_copy", "-p", "no:cacheprovider", "-x", "-q"]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
+    environment = os.environ | {"PYTHONPATH": str(course), "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    environment["GIT_DIR"] = os.devnull  # the copy is in no repository, wherever temporary files lie
+    return subprocess.run(command, cwd=course, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def is_here(test: str) -> bool:
+    """Whether a test is there: a copy of the course for students has no solutions."""
+    return not test.startswith("solutions/") or (REPO / "tests" / "solutions").is_dir()
+
+
+def test_every_planted_fault_fits_the_source_and_is_python():
+    assert len({str(fault) for fault in FAULTS}) == 30
+    for fault in FAULTS:
+        compile(planted(fault), str(fault), "exec")
+
+
+@slow
+def test_the_unbroken_copy_passes_the_same_tests(tmp_path):
+    tests = dict.fromkeys(fault.test for fault in FAULTS if is_here(fault.test))
+    answer = run_fast_tests(copied(tmp_path), "training", *tests)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@slow
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_fault_is_noticed(fault, tmp_path):
+    if not is_here(fault.test):
+        pytest.skip("tests/solutions, whose tests notice it, is not here")
+    course = copied(tmp_path)
+    (course / "labutils" / f"{fault.module}.py").write_text(planted(fault), encoding="utf-8")
+    answer = run_fast_tests(course, fault.module, fault.test)
+    assert answer.returncode == 1, f"{fault} survived {fault.test}:\n{answer.stdout}{answer.stderr}"
