@@ -109,6 +109,12 @@ def test_datasheet_peak_belongs_to_the_very_card(card, fp16):
     assert precision.datasheet_tflops(card).get("fp16") == fp16
 
 
+def test_peak_rate_of_a_known_card_is_its_datasheets(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    rates = {p: precision.peak_rate.__wrapped__(p, torch.device("cuda"))[0] for p in precision.PRECISIONS}
+    assert rates == {"fp32": 67e12, "tf32": 494e12, "fp16": 989e12, "bf16": 989e12, "pure_bf16": 989e12}
+
+
 def test_peak_rate_says_where_it_is_from():
     rate, source = precision.peak_rate("fp32", CPU)
     assert rate > 1e8

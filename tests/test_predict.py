@@ -141,7 +141,7 @@ def test_two_and_three_layers_tell_about_all(monkeypatch, name, changes):
 
 @pytest.mark.parametrize(
     ("name", "seq_len", "chunk"),
-    [pytest.param("fp32", 96, 0, marks=slow), ("optimized", 256, 128), pytest.param("fp32", 64, 64, marks=slow)],
+    [pytest.param("fp32", 96, 0, marks=slow), ("optimized", 256, 128), ("fp32", 64, 64)],
 )
 def test_two_and_three_sequences_tell_about_all(name, seq_len, chunk):
     config = lab.load_config(
