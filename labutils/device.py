@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,6 +23,10 @@ from labutils import memory, out_of_memory
 INSTALL_CUDA_TORCH = (
     f"{Path(sys.executable).name} -m pip install --force-reinstall torch==2.13.0  "
     "(or the command that pytorch.org/get-started/locally gives for your system)"
+)
+
+SMALLEST_GIB = (
+    3.0  # GPT-2 124M in float32, one sequence of 512 at a time, with a tenth for fragmentation: by the ledger
 )
 
 
@@ -36,10 +41,11 @@ class GpuFacts:
     capability: tuple[int, int] | None = None
     arch_list: tuple[str, ...] = ()
     hidden: bool = False  # CUDA_VISIBLE_DEVICES is set to nothing: the reader's choice
+    free_gib: float | None = None  # for this process: free, or held by it
 
 
 def gpu_facts() -> GpuFacts:
-    """Ask the driver (nvidia-smi) and torch. Starts no training and allocates nothing on the card."""
+    """Ask the driver (nvidia-smi) and torch. Starts no training and allocates no tensor on the card."""
     error = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own warnings; `diagnose` says it with the mend
@@ -57,7 +63,15 @@ def gpu_facts() -> GpuFacts:
         capability=torch.cuda.get_device_capability() if usable else None,
         arch_list=tuple(torch.cuda.get_arch_list()) if usable else (),
         hidden=os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"),
+        free_gib=_free_gib() if usable else None,
     )
+
+
+@lru_cache(maxsize=1)
+def _free_gib() -> float:
+    """Asked once: what is decided by it must not change between two runs of a process."""
+    free, _ = torch.cuda.mem_get_info()
+    return (free + torch.cuda.memory_reserved()) / 2**30
 
 
 def _nvidia_smi(field: str) -> tuple[str, ...]:
@@ -76,7 +90,7 @@ def _nvidia_smi(field: str) -> tuple[str, ...]:
 def diagnose(facts: GpuFacts) -> str | None:
     """Return why a card that is present cannot be used, and the command that mends it; None if there is no problem."""
     if facts.usable:
-        return _unsupported_architecture(facts)
+        return _unsupported_architecture(facts) or _too_full(facts)
     if not facts.cards or facts.hidden:
         return None
     card = facts.cards[0]
@@ -88,6 +102,15 @@ def diagnose(facts: GpuFacts) -> str | None:
             "NVIDIA driver (nvidia.com/drivers), or install a torch built for an older CUDA (pytorch.org)"
         )
     return f"{card} is present, but torch cannot start CUDA: {facts.init_error or 'no reason given'}. Try: nvidia-smi"
+
+
+def _too_full(facts: GpuFacts) -> str | None:
+    if facts.free_gib is None or facts.free_gib >= SMALLEST_GIB:
+        return None
+    return (
+        f"{facts.cards[0] if facts.cards else 'The GPU'} has {facts.free_gib:.1f} GiB free; the smallest GPT-2 run of "
+        f"the course takes {SMALLEST_GIB:g}. Mend: close what holds the rest (nvidia-smi lists it), restart this kernel"
+    )
 
 
 def _unsupported_architecture(facts: GpuFacts) -> str | None:

@@ -30,9 +30,14 @@ def said(error: BaseException) -> str:
     free = re.search(r"of which ([\d.]+ \w+) is free", text)
     if not asked:
         return (text.splitlines() or ["out of memory"])[0]
-    amount, unit = asked[1].split()
-    amount = f"{int(amount) / GIB:,.2f} GiB" if unit == "bytes" else asked[1]
-    return f"asked for {amount} more" + (f", {free[1]} free" if free else "")
+    number, unit = asked[1].split()
+    return f"asked for {_amount(int(number)) if unit == 'bytes' else asked[1]} more" + (
+        f", {free[1]} free" if free else ""
+    )
+
+
+def _amount(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:.0f} MiB"
 
 
 def require_host_memory(config: Config, where: torch.device) -> None:
@@ -48,7 +53,7 @@ def require_host_memory(config: Config, where: torch.device) -> None:
     needed, free = closed_form(config).peak_bytes, free_bytes(where)
     if needed > free:
         raise torch.OutOfMemoryError(
-            f"Tried to allocate {needed / GIB:.2f} GiB (closed form, not tried), of which {free / GIB:.2f} GiB is free"
+            f"Tried to allocate {_amount(needed)} (closed form, not tried), of which {_amount(free)} is free"
         )
 
 
@@ -70,27 +75,30 @@ def ways_out(config: Config, where: torch.device) -> str:
         found = enough_alone(config, budget, card)[:WAYS] or [fit(config, budget, card)]
     except (RuntimeError, PrecisionUnsupported) as error:  # it could not be traced
         return f"Ways out: a smaller micro_batch_size or seq_len ({str(error).splitlines()[0]})"
+    needed = _amount(found[0].needed_gib * GIB)
     if not found[0].changes and found[0].fits(budget):
         return (
-            f"By the ledger {config.name} needs {found[0].needed_gib:.2f} GiB and {free:.2f} are free now: "
+            f"By the ledger {config.name} needs {needed}, and {_amount(free * GIB)} are free: "
             "something else held memory. Delete what you no longer need, or restart the kernel"
         )
     options = "; or ".join(", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in found)
     if not found[0].fits(budget):
-        return f"Nothing makes it fit {free:.2f} GiB; least is needed with {options}: {found[0].needed_gib:.2f} GiB"
-    return f"{free:.2f} GiB are free now. Cheapest ways out (predicted): {options}"
+        return (
+            f"Nothing makes it fit the {_amount(free * GIB)} that are free; least, {needed}, is needed with {options}"
+        )
+    return f"{_amount(free * GIB)} are free now. Cheapest ways out (predicted): {options}"
 
 
-def explain_in_notebooks() -> None:
+def explain_in_notebooks(on: bool = True) -> None:
     """Let IPython answer an error that says out of memory in a few lines, and give back what the cell has allocated.
 
     The traceback, which IPython keeps, loses its frames' variables, so that the next cell finds the memory free. If the
-    notebook has a `config`, its ways out are named. Does nothing outside IPython.
+    notebook has a `config`, its ways out are named. `on=False`: IPython as it is. Does nothing outside IPython.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell is not None:
-        shell.set_custom_exc((RuntimeError, MemoryError), _answer)
+        shell.set_custom_exc((RuntimeError, MemoryError) if on else (), _answer if on else None)
 
 
 def _answer(shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: int | None = None) -> None:

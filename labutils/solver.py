@@ -287,13 +287,13 @@ def shape_that_fits(config: Config, limit: int = 8) -> dict[str, int]:
     return {"micro_batch_size": fits, "tokens_per_step": fits * config.seq_len}
 
 
-def fitting(*names: str) -> list[Config]:
-    """Return the configs of some names or files; where memory is short, with smaller micro-batches that fit.
+def fitting(*names: str, **overrides: Any) -> list[Config]:
+    """Return the configs of some names or files, with overrides; where memory is short, in smaller micro-batches.
 
     All get the size with which, by the ledger, the first one's step fits the memory that is free here, at least 1:
     `tokens_per_step` stays, so they accumulate, and remain comparable with each other and with other machines.
     """
-    configs = [load_config(name) for name in names]
+    configs = [load_config(name, **overrides) for name in names]
     where = choose_device()
     first, device = configs[0].on(where.type), "cpu" if where.type == "cpu" else "this"
     budget = free_bytes(where) / 2**30 + (0 if device == "cpu" else CONTEXT_GIB)
@@ -304,8 +304,8 @@ def fitting(*names: str) -> list[Config]:
     size = next((n for n in sizes if needed_gib(sweep.ledger(n), device) <= budget), 1)
     if size == first.micro_batch_size:
         return configs
-    note = f"in micro-batches of {size}, for want of memory"
-    return [load_config(n, name=c.name, note=note, micro_batch_size=size) for n, c in zip(names, configs, strict=True)]
+    smaller = overrides | {"note": f"in micro-batches of {size}, for want of memory", "micro_batch_size": size}
+    return [load_config(n, **(smaller | {"name": c.name})) for n, c in zip(names, configs, strict=True)]
 
 
 @lru_cache(maxsize=4)

@@ -51,12 +51,12 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     monkeypatch.setattr(device, "free_bytes", lambda _: free * GIB)
     answer = out_of_memory.ways_out(config, CPU)
     options = answer.partition("Cheapest ways out (predicted): ")[2].split("; or ")
-    assert answer.startswith(f"{free:.2f} GiB are free now.") and len(options) == 3
+    assert answer.startswith(f"{1024 * free:.0f} MiB are free now.") and len(options) == 3
     wanted = solver.enough_alone(config, free, "cpu")[:3]
     assert options == [", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in wanted]
     assert all(one.fits(free) for one in wanted)
     monkeypatch.setattr(device, "free_bytes", lambda _: 2**20)
-    assert out_of_memory.ways_out(config, CPU).startswith("Nothing makes it fit 0.00 GiB; least is needed with ")
+    assert out_of_memory.ways_out(config, CPU).startswith("Nothing makes it fit the 1 MiB that are free; least, ")
 
 
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
@@ -65,7 +65,7 @@ def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("it trained"))
     record = lab.run_experiment(lab.load_config("fp32"), where=CPU, progress=False)
     assert record.outcome == "out_of_memory"
-    assert record.reason.startswith("asked for 0.05 GiB more, 0.04 GiB free. 0.04 GiB are free now. Cheapest ways out")
+    assert record.reason.startswith("asked for 55 MiB more, 40 MiB free. 40 MiB are free now. Cheapest ways out")
 
 
 CELLS = """
@@ -104,7 +104,7 @@ def test_a_cell_without_memory_gives_a_short_answer_and_the_next_one_runs(tmp_pa
     first = done.stdout[done.stdout.index("Out of memory") :].splitlines()
     assert first[0] == "Out of memory: asked for 1,048,576.00 GiB more"
     assert first[1] == "in line 5 of the cell: step()"
-    assert first[2].startswith("For `config` (fp32): By the ledger fp32 needs 0.")
+    assert first[2].startswith("For `config` (fp32): By the ledger fp32 needs 7")
     assert "DefaultCPUAllocator" not in done.stdout
     assert "ZeroDivisionError" in done.stdout and "same number of elements" in done.stdout  # other errors look as ever
 

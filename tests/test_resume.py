@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import resource
 import signal
 import time
 from pathlib import Path
@@ -176,6 +175,7 @@ def test_a_damaged_or_foreign_state_is_refused_and_runs_no_code(state, tmp_path,
 
 
 def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys):
+    resource = pytest.importorskip("resource")  # not on Windows
     limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), experiment.learning_rate_at
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 

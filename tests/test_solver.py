@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 import labutils as lab
+from labutils import solver
+from labutils.device import SMALLEST_GIB
 from labutils.predict import CONTEXT_GIB, predict_memory
 from labutils.solver import _candidates, fit, largest_micro_batch, needed_gib, time_cost
 from tests.helpers import slow
@@ -137,3 +139,21 @@ def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
     found = lab.fit(lab.load_config("fp32", **shape, max_grad_norm=0.0), 7.6, "rtx4060")
     assert found.fits(7.6)
     assert {"optimizer", "optimizer_in_backward", "gradient_checkpointing"} <= set(found.changes)
+
+
+def test_the_smallest_gpt2_run_is_what_setup_asks_for():
+    alone = lab.predict_memory(lab.load_config("fp32", micro_batch_size=1), "a100")
+    assert SMALLEST_GIB - 0.2 < needed_gib(alone, "cpu") <= SMALLEST_GIB  # the context is there already
+
+
+def test_where_memory_is_short_micro_batches_shrink_and_nothing_else(monkeypatch):
+    plain = lab.fitting("fp32", "bf16")
+    assert [c.name for c in plain] == ["fp32", "bf16"] and plain == [lab.load_config("fp32"), lab.load_config("bf16")]
+    now = needed_gib(lab.predict_memory(plain[0], "cpu"), "cpu")
+    monkeypatch.setattr(solver, "free_bytes", lambda _: 0.7 * now * 2**30)
+    fp32, bf16 = (config.on("cpu") for config in lab.fitting("fp32", "bf16", steps=7))
+    assert fp32.micro_batch_size == bf16.micro_batch_size == 2
+    assert fp32.tokens_per_step == plain[0].on("cpu").tokens_per_step and fp32.steps == 7
+    assert needed_gib(lab.predict_memory(fp32, "cpu"), "cpu") <= 0.7 * now
+    monkeypatch.setattr(solver, "free_bytes", lambda _: 2**20)
+    assert lab.fitting("fp32")[0].on("cpu").micro_batch_size == 1
