@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--resume", action="store_true", help="continue from the state that a run with save_every has left"
     )
+    export = add("export", _export, "write an experiment as one script that needs no labutils")
+    export.add_argument("config", help="a YAML file, or a short name such as bf16")
+    export.add_argument("script", type=Path, metavar="FILE", help="a new file, train.py say")
+    export.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value"
+    )
+    export.add_argument("--device", choices=["cpu", "cuda"], help="where the script will run (what is here)")
     predict = add("predict", _predict, "predict the peak memory of an experiment on a GPU, without one")
     predict.add_argument("config", help="a YAML file, or a short name such as bf16")
     predict.add_argument(
@@ -159,6 +166,26 @@ def _run(options: argparse.Namespace) -> int:
     if record.reason.startswith(NOT_SAVED):
         return 1
     return {"completed": 0, "interrupted": 130}.get(record.outcome, 1)
+
+
+def _export(options: argparse.Namespace) -> int:
+    config = load_config(options.config, **parse_overrides(options.pairs))
+    from labutils.device import choose_device
+    from labutils.export import script
+    from labutils.precision import PrecisionUnsupported
+
+    try:
+        text = script(config, options.device or choose_device().type)
+        with options.script.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        print(f"{options.script} exists already; choose another name, or delete it first", file=sys.stderr)
+        return 1
+    except PrecisionUnsupported as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"wrote {options.script}: {len(text.splitlines())} lines. Run: python {options.script}")
+    return 0
 
 
 def _predict(options: argparse.Namespace) -> int:

@@ -10,6 +10,15 @@ import torch
 OFF = "off"
 
 
+def mode_and_arguments(mode: str, device_type: str, accumulates: bool) -> tuple[str, dict[str, Any]]:
+    """Return the mode that is used on a device, and what `torch.compile` is told."""
+    if accumulates and device_type == "cuda":  # a CUDA graph overwrites the gradients that its last run has left
+        mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
+    if mode == "reduce-overhead" and device_type == "cpu":
+        return mode, {"options": {"cpp_wrapper": True}}
+    return mode, {} if mode == "default" else {"mode": mode}
+
+
 class CompiledLoss:
     """`loss_fn(model, batch)` compiled by `torch.compile`; `report` says in words what happened.
 
@@ -24,12 +33,7 @@ class CompiledLoss:
         self, loss_fn: Callable[[Any, Any], torch.Tensor], mode: str, where: torch.device, accumulates: bool = False
     ) -> None:
         self.eager, self.failure = loss_fn, ""
-        if accumulates and where.type == "cuda":  # a CUDA graph overwrites the gradients that its last run has left
-            mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
-        self.mode = mode
-        how: dict[str, Any] = {} if mode == "default" else {"mode": mode}
-        if mode == "reduce-overhead" and where.type == "cpu":
-            how = {"options": {"cpp_wrapper": True}}
+        self.mode, how = mode_and_arguments(mode, where.type, accumulates)
         self.compiled = torch.compile(loss_fn, dynamic=False, **how)
 
     def __call__(self, model: Any, batch: Any) -> torch.Tensor:

@@ -65,13 +65,18 @@ def build_loss(config: Config, where: torch.device) -> LossFn:
 def build_corpus(config: Config) -> data.Corpus:
     """Return the config's text, with enough tokens for its steps if the source has them."""
     tokenizer = models.pretrained_tokenizer(config.model) if config.weights == "pretrained" else None
-    trained = config.steps * config.tokens_per_step
     return data.load_corpus(
         config.corpus,
         vocab_size=models.vocab_size(config.model),
-        min_tokens=trained * data.HELD_OUT_EVERY // (data.HELD_OUT_EVERY - 1) + config.seq_len * data.HELD_OUT_EVERY,
+        min_tokens=tokens_to_read(config),
         tokenizer=tokenizer,
     )
+
+
+def tokens_to_read(config: Config) -> int:
+    """Return how many tokens of text hold a config's steps, beside those held out."""
+    trained = config.steps * config.tokens_per_step
+    return trained * data.HELD_OUT_EVERY // (data.HELD_OUT_EVERY - 1) + config.seq_len * data.HELD_OUT_EVERY
 
 
 def build_batches(config: Config) -> tuple[Iterator[dict], list[dict], data.Corpus, int]:
