@@ -63,7 +63,7 @@ def load_corpus(
     fewer) and cached under `runs/cache`. "stdlib" is read document by document until it has `min_tokens` tokens or
     ends. Raises DataError for a text that is missing, empty or not UTF-8.
     """
-    documents = stdlib_documents() if corpus == "stdlib" else iter([_own_text(Path(corpus))])
+    documents = _stdlib_documents() if corpus == "stdlib" else iter([_own_text(Path(corpus))])
     first = next(documents)
     tokenizer = tokenizer or _trained_tokenizer(first, vocab_size)
     digest = hashlib.sha256(tokenizer.to_str().encode())
@@ -124,7 +124,7 @@ def topic_texts() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def stdlib_documents() -> Iterator[str]:
+def _stdlib_documents() -> Iterator[str]:
     """Yield the language reference as one document, then each module of the standard library, in sorted order."""
     if texts := topic_texts():
         yield "\n\n".join(texts)

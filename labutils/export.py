@@ -12,15 +12,14 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from string import Template
 
 import torch
 
 from labutils import checkpointing, compiling, data, models, optimizers, precision
-from labutils.config import Config
+from labutils.config import Config, ConfigError
 from labutils.experiment import HELD_OUT_SEQUENCES, tokens_to_read
 
 SCRIPT = Path(__file__).with_name("script.txt")
@@ -44,7 +43,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel"""
 AUTOCAST = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
-LONGEST_TOKEN = 8  # characters, on average, with room: a text this many times longer has tokens enough
+LONGEST_TOKEN = 8  # characters of a token, on average, with room: a text this many times longer has tokens enough
+LIBRARY_TOKENS = 1_000_000  # fewer than Python's library has
 
 
 def script(config: Config, device_type: str) -> str:
@@ -52,7 +52,8 @@ def script(config: Config, device_type: str) -> str:
 
     Each step's loss is that of `run_experiment`, bit for bit on a CPU. It runs all `steps`, also where `run_experiment`
     runs fewer because the precision is slow; it writes no record and measures no memory. Raises ConfigError for values
-    that do not agree on that device, and PrecisionUnsupported if the device is here and lacks the precision.
+    that do not agree on that device, or for `stdlib` if Python's own reference is missing here; PrecisionUnsupported
+    if the device is here and lacks the precision.
     """
     c = config.on(device_type)
     where, is_here = torch.device(device_type), device_type == "cpu" or torch.cuda.is_available()
@@ -60,6 +61,8 @@ def script(config: Config, device_type: str) -> str:
     c = c.model_copy(update={"precision": precision.without_choice(c.precision, has_bf16)})
     if is_here:
         precision.require(c.precision, where)
+    if c.corpus == "stdlib" and not data.topic_texts():
+        raise ConfigError(f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text file")
     facts, values = _facts(c, device_type), _values(c, device_type)
     body = Template(_keep(SCRIPT.read_text(encoding="utf-8"), facts)).substitute(values, imports="$imports")
     text = body.replace("$imports", _imports(body), 1)
@@ -68,6 +71,7 @@ def script(config: Config, device_type: str) -> str:
 
 def _facts(c: Config, device_type: str) -> dict[str, bool]:
     """Return what the tags of `script.txt` name."""
+    reference = len("\n\n".join(data.topic_texts()))
     stdlib, own_kernel = c.corpus == "stdlib", c.attention in models.SDPA_KERNELS
     small = c.optimizer in ("adamw_bf16", "adamw_8bit")
     facts = {name: c.precision == name for name in ("tf32", "fp16", "pure_bf16")}
@@ -75,8 +79,8 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
     return facts | {
         "cuda": device_type == "cuda",
         "own_text": not stdlib,
-        "more_text": stdlib and not _are_enough(["\n\n".join(data.topic_texts())], tokens_to_read(c)),
-        "one_epoch": stdlib and _are_enough(data.stdlib_documents(), tokens_to_read(c)),
+        "more_text": stdlib and reference < LONGEST_TOKEN * tokens_to_read(c),
+        "one_epoch": stdlib and tokens_to_read(c) < LIBRARY_TOKENS,
         "pretrained": c.weights == "pretrained",
         "pad_vocab": c.pad_vocab,
         "amp": c.precision in AUTOCAST,
@@ -100,11 +104,6 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
         "clips": c.max_grad_norm > 0,
         "evaluates": c.eval_every > 0,
     }
-
-
-def _are_enough(texts: Iterable[str], n_tokens: int) -> bool:
-    """Return whether texts surely have so many tokens, without tokenizing them."""
-    return any(length > LONGEST_TOKEN * n_tokens for length in accumulate(map(len, texts)))
 
 
 def _values(c: Config, device_type: str) -> dict[str, object]:
