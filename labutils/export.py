@@ -63,17 +63,17 @@ def script(config: Config, device_type: str) -> str:
         precision.require(c.precision, where)
     if c.corpus == "stdlib" and not data.topic_texts():
         raise ConfigError(f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text file")
-    facts, values = _facts(c, device_type), _values(c, device_type)
-    body = Template(_keep(SCRIPT.read_text(encoding="utf-8"), facts)).substitute(values, imports="$imports")
-    text = body.replace("$imports", _imports(body), 1)
+    template = Template(_keep(SCRIPT.read_text(encoding="utf-8"), _facts(c, device_type)))
+    values = _values(c, device_type)
+    code = template.substitute(values | {"note": "", "about": "", "imports": ""})
+    text = template.substitute(values, imports=_imports(code))
     return re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
 
 
 def _facts(c: Config, device_type: str) -> dict[str, bool]:
     """Return what the tags of `script.txt` name."""
     reference = len("\n\n".join(data.topic_texts()))
-    stdlib, own_kernel = c.corpus == "stdlib", c.attention in models.SDPA_KERNELS
-    small = c.optimizer in ("adamw_bf16", "adamw_8bit")
+    stdlib, small = c.corpus == "stdlib", c.optimizer in ("adamw_bf16", "adamw_8bit")
     facts = {name: c.precision == name for name in ("tf32", "fp16", "pure_bf16")}
     facts |= {name: c.gradient_checkpointing == name for name in ("block", "selective", "offload")}
     return facts | {
@@ -86,8 +86,8 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
         "amp": c.precision in AUTOCAST,
         "half": c.precision in (*AUTOCAST, "pure_bf16"),
         "limited": device_type == "cuda" and c.memory_limit_gib > 0,
-        "kernel": own_kernel,
-        "attend": own_kernel or (c.attention == "auto" and c.compile != compiling.OFF),
+        "kernel": c.attention in models.SDPA_KERNELS,
+        "attend": _attends(c),
         "every_n": c.gradient_checkpointing.startswith("every_"),
         "chunks": c.loss_chunk_tokens > 0,
         "compiled": c.compile != compiling.OFF,
@@ -106,10 +106,16 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
     }
 
 
+def _attends(c: Config) -> bool:
+    """Return whether the script calls torch's attention itself; otherwise transformers does, in the same way."""
+    return c.attention in models.SDPA_KERNELS or (c.attention == "auto" and c.compile != compiling.OFF)
+
+
 def _values(c: Config, device_type: str) -> dict[str, object]:
     """Return what the `$names` of `script.txt` stand for: the config's values, and what follows from them."""
-    vocab_size, implementation = models.vocab_size(c.model), {"fused": "fused=True", "foreach": "foreach=True"}
-    how = implementation.get(c.optimizer_impl, "foreach=False")
+    vocab_size, eager = models.vocab_size(c.model), c.compile == compiling.OFF
+    how = {"fused": "fused=True", "foreach": "foreach=True", "for_loop": "foreach=False"}[c.optimizer_impl]
+    own_kernel = models.SDPA_KERNELS.get(c.attention)
     attention = [op for op in checkpointing.ATTENTION if ("for_cpu" in str(op)) == (device_type == "cpu")]
     kept = [str(op) for op in checkpointing.MATMULS + ([] if c.dropout else attention)]
     compile_arguments = compiling.mode_and_arguments(c.compile, device_type, c.grad_accum_steps > 1)[1]
@@ -131,7 +137,6 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
         "vocab_64": -(-vocab_size // 64),
         "note": textwrap.fill(f"{c.model}: {note}".translate({92: "/", 34: "'"}), 117),
         "device_type": device_type,
-        "device": {"cpu": "CPU", "cuda": "GPU"}[device_type],
         "grad_accum_steps": c.grad_accum_steps,
         "block": optimizers.BLOCK,
         "slab": f"1 << {optimizers.SLAB.bit_length() - 1}",
@@ -141,13 +146,11 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
         "every": data.HELD_OUT_EVERY,
         "every_less_1": data.HELD_OUT_EVERY - 1,
         "held_out_sequences": HELD_OUT_SEQUENCES,
-        "kernel": models.SDPA_KERNELS[c.attention].name if c.attention in models.SDPA_KERNELS else "",
+        "kernel": own_kernel.name if own_kernel else "",
         "blocks_per_unit": checkpointing.BLOCKS_PER_UNIT.get(c.gradient_checkpointing, 1),
         "on_host": _source(checkpointing.on_host, "Copy a tensor to the host; return a function that brings it back."),
         "activation": models.ACTIVATIONS[c.activation],
-        "attention": {"eager": "eager", "sdpa": "sdpa", "auto": "sdpa" if c.compile == compiling.OFF else "causal"}.get(
-            c.attention, "causal"
-        ),
+        "attention": "causal" if _attends(c) else {"auto": "sdpa"}.get(c.attention, c.attention),
         "use_cache": c.use_cache and c.gradient_checkpointing == "none",
         "to": ".to(DEVICE, dtype=torch.bfloat16)" if c.precision == "pure_bf16" else ".to(DEVICE)",
         "shape": json.dumps(shape),
@@ -160,7 +163,7 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
         ),
         "optimizer": "torch.optim.SGD" if c.optimizer == "sgd" else "torch.optim.AdamW",
         "optimizer_options": f"{'momentum=0.9' if c.optimizer == 'sgd' else 'betas=(0.9, 0.95)'}, {how}",
-        "loss": "loss_sum" if c.compile == compiling.OFF else "compiled_loss",
+        "loss": "loss_sum" if eager else "compiled_loss",
         "sequences": "GRAD_ACCUM_STEPS * MICRO_BATCH_SIZE" if c.grad_accum_steps > 1 else "MICRO_BATCH_SIZE",
     }
 
@@ -191,13 +194,13 @@ def _source(function: Callable, docstring: str) -> str:
     return "\n".join([*lines[: old.lineno - 1], f'    """{docstring}"""', *lines[old.end_lineno :]])
 
 
-def _imports(body: str) -> str:
-    """Return the imports that `body` uses."""
+def _imports(code: str) -> str:
+    """Return the imports of names that `code` uses."""
     kept = []
     for line in IMPORTS.splitlines():
         start, keyword, names = line.rpartition("import ")
         aliases = [(name, name.rpartition(" ")[2]) for name in names.split(", ") if name]
-        used = [name for name, alias in aliases if re.search(rf"(?<![\w.]){alias}[.(,)\[]", body)]
+        used = [name for name, alias in aliases if re.search(rf"(?<![\w.]){alias}[.(,)\[]", code)]
         if used or not line:
             kept.append(start + keyword + ", ".join(used))
     return "\n".join(kept)

@@ -17,7 +17,7 @@ from labutils.cli import main
 from labutils.config import ConfigError, load_config
 from labutils.export import script
 from labutils.precision import PrecisionUnsupported
-from tests.helpers import REPO, slow
+from tests.helpers import CPU, REPO, slow
 
 SHIPPED = sorted(path.name.removesuffix("_config.yaml") for path in (REPO / "configs").glob("*_config.yaml"))
 SMALL = {"name": "small", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "lr_warmup_steps": 1}
@@ -41,7 +41,7 @@ def own_text(tmp_path_factory):
 
 def losses_of_both(config, folder, monkeypatch, capsys):
     """Run a config by labutils and as a script; return both lists of losses and both held-out losses."""
-    record = lab.run_experiment(config, rerun=True, progress=False)
+    record = lab.run_experiment(config, where=CPU, rerun=True, progress=False)
     assert record.outcome == "completed"
     path = folder / "train.py"
     path.write_text(script(config, "cpu"), encoding="utf-8")
@@ -129,8 +129,8 @@ def test_slabs_are_rounded_in_the_same_order(own_text, runs, tmp_path, monkeypat
 @slow
 def test_long_runs_read_the_same_library(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("labutils.export.LONGEST_TOKEN", 100)  # few steps, as if they needed more than the reference
-    monkeypatch.setattr("labutils.experiment.tokens_to_read", lambda config: 150_000)
-    monkeypatch.setattr("labutils.export.tokens_to_read", lambda config: 150_000)
+    monkeypatch.setattr("labutils.experiment.tokens_to_read", lambda config: 400_000)
+    monkeypatch.setattr("labutils.export.tokens_to_read", lambda config: 400_000)
     config = small("fp32")
     assert "stdlib" in script(config, "cpu")
     assert_equal_losses(config, tmp_path, monkeypatch, capsys)
@@ -187,7 +187,7 @@ def test_script_has_only_what_its_config_uses():
 
 def test_script_runs_where_labutils_is_not(own_text, runs, tmp_path):
     config = small("accumulation", **own_text)
-    recorded = lab.run_experiment(config, rerun=True, progress=False)
+    recorded = lab.run_experiment(config, where=CPU, rerun=True, progress=False)
     (tmp_path / "train.py").write_text(script(config, "cpu"), encoding="utf-8")
     (tmp_path / "labutils.py").write_text(
         "raise ImportError('no labutils here')"
@@ -203,7 +203,7 @@ def test_script_runs_where_labutils_is_not(own_text, runs, tmp_path):
 
 
 def test_a_note_cannot_break_out_of_the_docstring():
-    text = script(small("fp32", note='"""\nimport os\\N{x}\x00 $name #? \u2028 end'), "cpu")
+    text = script(small("fp32", note='"""\nimport os\\N{x}\x00 $imports math. #? \u2028 end'), "cpu")
     docstring = ast.get_docstring(ast.parse(text))
     assert "import os" in docstring and "end" in docstring
 
@@ -259,6 +259,19 @@ def test_pretrained_weights_give_the_same_losses(tmp_path):
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO)
     assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHIPPED)
+def test_script_for_a_gpu_has_the_losses_of_a_run_there(name, own_text, runs, tmp_path, monkeypatch):
+    tokens = 32 if load_config(name).optimizer_in_backward else 64
+    config = load_config(name, **SMALL, **own_text, model="gpt2-nano", tokens_per_step=tokens, memory_limit_gib=0.0)
+    record = lab.run_experiment(config, where=torch.device("cuda"), rerun=True, progress=False)
+    path = tmp_path / "train.py"
+    path.write_text(script(config, "cuda"), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    exported = runpy.run_path(str(path))["losses"].tolist()
+    assert exported == pytest.approx(record.series.loss, rel=2e-3)  # some kernels add up in no fixed order
 
 
 def test_no_gpu_is_needed_to_write_for_one():
