@@ -83,6 +83,7 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
         "one_epoch": stdlib and tokens_to_read(c) < LIBRARY_TOKENS,
         "pretrained": c.weights == "pretrained",
         "pad_vocab": c.pad_vocab,
+        "long": c.seq_len > 1024,  # than GPT2Config's own number of positions
         "amp": c.precision in AUTOCAST,
         "half": c.precision in (*AUTOCAST, "pure_bf16"),
         "limited": device_type == "cuda" and c.memory_limit_gib > 0,
@@ -128,10 +129,8 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
         about += " (and goes on where that stops early, because 16 bits are slow)"
     about += "; written by `python -m labutils export`."
     shape = dict(zip(("n_layer", "n_head", "n_embd"), models.SIZES[c.model], strict=False))
-    shape |= {
-        "n_positions": max(c.seq_len, 1024),
-        "vocab_size": -(-vocab_size // 64) * 64 if c.pad_vocab else vocab_size,
-    }
+    shape |= {"vocab_size": -(-vocab_size // 64) * 64 if c.pad_vocab else vocab_size}
+    shape |= {"bos_token_id": 0, "eos_token_id": 0}  # of the tokenizer that the script trains
     return c.model_dump() | {
         "about": textwrap.fill(about, 120, break_on_hyphens=False),
         "vocab_64": -(-vocab_size // 64),

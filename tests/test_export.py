@@ -96,6 +96,7 @@ MORE_SWITCHES = {
     "sdpa": {"attention": "sdpa", "seed": 3},
     "math": {"attention": "math", "gradient_checkpointing": "block", "loss_chunk_tokens": 12},
     "flash": {"attention": "flash", "dropout": 0.0},
+    "long sequences": {"seq_len": 1040, "tokens_per_step": 1040, "micro_batch_size": 1, "corpus": "stdlib"},
     "all warm-up": {"lr_warmup_steps": 3},
     "cosine from the start": {"lr_warmup_steps": 0},
     "evaluation on the way": {"eval_every": 2},
@@ -192,7 +193,8 @@ def test_script_runs_where_labutils_is_not(own_text, runs, tmp_path):
     (tmp_path / "labutils.py").write_text(
         "raise ImportError('no labutils here')"
     )  # found first: the script's folder is
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    set_by_labutils = ("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_TELEMETRY")
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", *set_by_labutils)}
     answer = subprocess.run(
         [sys.executable, "train.py", "losses.json"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
