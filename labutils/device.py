@@ -260,4 +260,10 @@ def setup() -> torch.device:
     if problem:
         print(f"!! A GPU IS NOT USED: {problem}\n")
     print(", ".join(f"{key} {value}" for key, value in environment(device).items() if key != "device_type"))
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    if device.type == "cpu" and busy > 1.25 * (os.cpu_count() or 1):
+        print(
+            f"!! OTHER PROGRAMS COMPUTE HERE: {busy:.1f} threads on {os.cpu_count()} CPUs in the last minute. "
+            "Times mean little. For two notebooks at once start Jupyter with OMP_NUM_THREADS=1 in its environment"
+        )
     return device

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from labutils.device import GpuFacts, choose_device, device_name, diagnose, environment, setup
@@ -62,3 +64,11 @@ def test_environment_is_text_and_names_the_device():
     facts = environment(where)
     assert all(isinstance(value, str) and value for value in facts.values())
     assert facts["device"] == device_name(where)
+
+
+def test_setup_says_when_other_programs_compute(monkeypatch, capsys):
+    cpus = os.cpu_count()
+    for load, warned in ((0.1, False), (2.0 * cpus, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0, 0), raising=False)
+        setup()
+        assert ("OTHER PROGRAMS COMPUTE HERE" in capsys.readouterr().out) == warned
