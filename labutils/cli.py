@@ -24,6 +24,8 @@ from labutils.records import (
     load_repeats,
     readable,
     runs_dir,
+    state_files,
+    write_atomically,
 )
 
 
@@ -176,11 +178,10 @@ def _export(options: argparse.Namespace) -> int:
 
     try:
         text = script(config, options.device or choose_device().type)
-        with options.script.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        print(f"{options.script} exists already; choose another name, or delete it first", file=sys.stderr)
-        return 1
+        if options.script.exists():
+            print(f"{options.script} exists already; choose another name, or delete it first", file=sys.stderr)
+            return 1
+        write_atomically(options.script, text.encode())
     except PrecisionUnsupported as error:
         print(error, file=sys.stderr)
         return 1
@@ -280,6 +281,9 @@ def _summary(records: Sequence[RunRecord]):
 def _runs(_: argparse.Namespace) -> int:
     records, damaged = find_runs()
     print(_summary(records).to_string() if records else f"no runs yet in {runs_dir()}")
+    for path in state_files():
+        size = path.stat().st_size / 2**20
+        print(f"unfinished: {path.name} ({size:,.0f} MiB); the same run with --resume continues it")
     for line in damaged:
         print(line, file=sys.stderr)
     return 1 if damaged else 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -70,8 +71,12 @@ def gpu_facts() -> GpuFacts:
 @lru_cache(maxsize=1)
 def _free_gib() -> float:
     """Asked once: what is decided by it must not change between two runs of a process."""
-    free, _ = torch.cuda.mem_get_info()
-    return (free + torch.cuda.memory_reserved()) / 2**30
+    card = int(os.environ.get("LOCAL_RANK", 0))  # under torchrun each process has its own
+    try:
+        free, _ = torch.cuda.mem_get_info(card)
+    except RuntimeError:  # not even room for a context, or the card is another process's alone
+        return 0.0
+    return (free + torch.cuda.memory_reserved(card)) / 2**30
 
 
 def _nvidia_smi(field: str) -> tuple[str, ...]:
@@ -158,19 +163,21 @@ def _cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
             )
 
 
-def _numbers(*files: Path) -> list[int]:
-    """Return the first numbers in some files; -1 for `max`, and for a file that is not there."""
-    words = [word for f in files for word in (f.read_text().split()[:2] if f.exists() else ["max", "max"])]
-    return [int(word) if word.isdigit() else -1 for word in words]
+def _numbers(*files: Path) -> tuple[int, int]:
+    """Return the two numbers in one file or two. Raises OSError or ValueError: also for "max" and -1, no limit."""
+    first, second = (int(word) for file in files for word in file.read_text().split())
+    if first < 0:
+        raise ValueError("no limit")
+    return first, second
 
 
 def usable_cpus() -> int:
     """Return how many CPUs this process may use: of its affinity, and of its control groups' quota."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder, is_v1 in _cgroup_folders("cpu"):
-        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
-        quota, period = [n for n in _numbers(*(folder / name for name in files))][:2]
-        if quota > 0:
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+        with suppress(OSError, ValueError):  # unreadable, or not as the kernel documents it: no limit that we know of
+            quota, period = _numbers(*(folder / name for name in names))
             found = min(found, math.ceil(quota / period))
     return max(1, found)
 
@@ -185,11 +192,10 @@ def free_host_bytes() -> int:
     free = psutil.virtual_memory().available
     for folder, is_v1 in _cgroup_folders("memory"):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
-        limit, used = (_numbers(folder / name)[0] for name in names)
-        if limit < 0 or used < 0:
-            continue
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(stat.get("total_inactive_file" if is_v1 else "inactive_file", 0)))
+        with suppress(OSError, ValueError):
+            limit, used = _numbers(*(folder / name for name in names))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = min(free, limit - used + int(stat.get("total_inactive_file" if is_v1 else "inactive_file", 0)))
     return max(0, free)
 
 

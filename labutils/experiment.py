@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -164,13 +165,13 @@ def run_experiment(
         steps_planned=steps,
         **identity,
     )
-    if not rerun and (known := distributed.from_first(find_equal(empty))):
+    saver = resuming.Saver(empty, resolved.save_every, new_id()[0])
+    if not rerun and not (resume and saver.left) and (known := distributed.from_first(find_equal(empty))):
         if progress:
             print(f"{known.name}: reusing run {known.id} (equal config, code, corpus and device; rerun=True forces)")
         return known
     if not distributed.rank():
         require_room()  # better now than after hours
-    saver = resuming.Saver(empty, resolved.save_every, new_id()[0])
     if resume:
         done = saver.find()
         resumed = {"resumed": f"after step {done}"} if done else {}
@@ -186,7 +187,7 @@ def run_experiment(
             out_of_memory.require_host_memory(resolved, where)
             record = _train_and_measure(resolved, where, steps, stream, held_out, saver, progress)
         record = record.model_copy(update={"environment": record.environment | empty.environment})
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory.recognised(error) or distributed.world_size() > 1:
             raise  # of several processes one that goes on alone would be waited for
         run_id, created = new_id()
@@ -194,8 +195,9 @@ def run_experiment(
         record = empty.model_copy(update=failed)
     memory.free_memory()
     if record.outcome == "out_of_memory":  # here: in the handler the traceback still keeps tensors alive
-        reason = f"{record.reason}. {out_of_memory.ways_out(config, where)}"
-        record = record.model_copy(update={"reason": reason})
+        with suppress(KeyboardInterrupt):  # while they are looked for; the record must still be saved
+            reason = f"{record.reason}. {out_of_memory.ways_out(config, where)}"
+            record = record.model_copy(update={"reason": reason})
     epochs = len(record.series.loss) * resolved.grad_accum_steps / per_epoch
     record = record.model_copy(update={**identity, "steps_planned": steps, "epochs": epochs})
     if distributed.rank():
@@ -207,7 +209,7 @@ def run_experiment(
         return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
     if record.outcome != "completed":
         print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
-        if saver.done:
+        if saver.done and record.outcome != "non_finite":  # which would come again
             print(f"{record.name}: the state after step {saver.done} is saved; --resume continues from there")
     else:
         saver.finish()
@@ -286,7 +288,7 @@ def _train_and_measure(
         return record.model_copy(update={"outcome": "interrupted", "reason": reason})
     except OSError as error:
         return record.model_copy(update={"reason": f"memory could not be measured: {error}"})
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory.recognised(error):
             raise
         reason = f"after training, while memory was measured: {out_of_memory.said(error)}"

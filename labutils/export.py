@@ -50,10 +50,10 @@ LIBRARY_TOKENS = 1_000_000  # fewer than Python's library has
 def script(config: Config, device_type: str) -> str:
     """Return the source of a script that trains `config` on a `device_type` of "cpu" or "cuda", without labutils.
 
-    Each step's loss is that of `run_experiment`, bit for bit on a CPU. It runs all `steps`, also where `run_experiment`
-    runs fewer because the precision is slow; it writes no record and measures no memory. Raises ConfigError for values
-    that do not agree on that device, or for `stdlib` if Python's own reference is missing here; PrecisionUnsupported
-    if the device is here and lacks the precision.
+    Each step's loss is that of `run_experiment`, bit for bit on a CPU with as many threads and without `compile`. It
+    runs all `steps`, also where `run_experiment` runs fewer because the precision is slow; it writes no record and
+    measures no memory. Raises ConfigError for values that do not agree on that device, or for `stdlib` if Python's own
+    reference is missing here; PrecisionUnsupported if the device is here and lacks the precision.
     """
     c = config.on(device_type)
     where, is_here = torch.device(device_type), device_type == "cpu" or torch.cuda.is_available()
@@ -122,8 +122,9 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
     compile_arguments = compiling.mode_and_arguments(c.compile, device_type, c.grad_accum_steps > 1)[1]
     note = "".join(letter for letter in " ".join(c.note.split()) if letter.isprintable())
     about = {
-        "cpu": f"Each step's loss is the one that `python -m labutils run {c.name}` records on a CPU, bit for bit",
-        "cuda": f"The training of `python -m labutils run {c.name}` on a GPU",
+        "cpu": f"Each step's loss is that of the run {c.name} of labutils on a CPU with as many threads"
+        + (", bit for bit" if eager else ", but for what the compiler adds up in another order"),
+        "cuda": f"The training of the run {c.name} of labutils on a GPU",
     }[device_type]
     if device_type == "cpu" and c.precision not in ("fp32", "tf32"):
         about += " (and goes on where that stops early, because 16 bits are slow)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import platform
 import sys
@@ -73,26 +74,26 @@ def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
         yield
         return
     free_memory()
-    total = torch.cuda.get_device_properties(device).total_memory
-    index = torch.cuda.current_device() if device.index is None else device.index  # the function takes no bare "cuda"
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), index)
+    cap_to_free(device, gib)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, index)
         cap_to_free(device)
 
 
-def cap_to_free(device: torch.device) -> None:
-    """On Windows (and Linux inside it), let CUDA's allocator have no more than the card has free.
+def cap_to_free(device: torch.device, gib: float = math.inf) -> None:
+    """Let CUDA's allocator have at most `gib`, and on Windows (and Linux inside it) no more than the card has free.
 
     There the driver does not refuse what is too much: it moves memory to the host, and all becomes many times slower.
     With the cap, too much is an error as elsewhere.
     """
-    if device.type == "cuda" and (sys.platform == "win32" or "microsoft" in platform.release().lower()):
-        free, total = torch.cuda.mem_get_info(device)
-        ours = torch.cuda.memory_reserved(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (free + ours) / total), torch.cuda.current_device())
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    spills = sys.platform == "win32" or "microsoft" in platform.release().lower()
+    most = free + torch.cuda.memory_reserved(device) if spills else total
+    index = torch.cuda.current_device() if device.index is None else device.index  # the function takes no bare "cuda"
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total, gib * 2**30 / total), index)
 
 
 def cuda_memory(device: torch.device) -> dict[str, int]:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 WAYS = 3
-WORDS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+WORDS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def recognised(error: BaseException) -> bool:
-    """CUDA has an exception of its own; a CPU, pinned host memory and cuBLAS say so in a RuntimeError's text."""
+    """CUDA has an exception of its own; a CPU, drivers, cuBLAS and Triton say so in a RuntimeError's text."""
     ours = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return ours or (isinstance(error, RuntimeError) and any(text in str(error) for text in WORDS))
 
@@ -26,14 +26,12 @@ def recognised(error: BaseException) -> bool:
 def said(error: BaseException) -> str:
     """Return what an error says in short: what was asked for, and what was free if it tells; else its first line."""
     text = str(error)
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
-    free = re.search(r"of which ([\d.]+ \w+) is free", text)
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text)
+    free = re.search(r"([\d.]+ \w+ allowed);", text) or re.search(r"of which ([\d.]+ \w+) is( free)", text)
     if not asked:
         return (text.splitlines() or ["out of memory"])[0]
-    number, unit = asked[1].split()
-    return f"asked for {_amount(int(number)) if unit == 'bytes' else asked[1]} more" + (
-        f", {free[1]} free" if free else ""
-    )
+    amount = _amount(int(asked[1])) if asked[2] == "bytes" else " ".join(asked.groups())
+    return f"asked for {amount} more" + (f", {''.join(free.groups())}" if free else "")
 
 
 def _amount(n_bytes: float) -> str:
@@ -63,19 +61,18 @@ def ways_out(config: Config, where: torch.device) -> str:
     Where no single one is enough, the cheapest combination.
     """
     from labutils.device import free_bytes
-    from labutils.precision import PrecisionUnsupported
     from labutils.predict import CONTEXT_GIB
     from labutils.solver import enough_alone, fit
 
     on_card = where.type == "cuda"
-    limit = config.on(where.type).memory_limit_gib if on_card else 0
+    limit = config.memory_limit_gib if on_card else 0
     free = min(free_bytes(where) / GIB, limit or float("inf"))  # of a card: its context is there already
     budget, card = (free + CONTEXT_GIB, "this") if on_card else (free, "cpu")
     try:
         found = enough_alone(config, budget, card)[:WAYS] or [fit(config, budget, card)]
-    except (RuntimeError, PrecisionUnsupported) as error:  # it could not be traced
-        return f"Ways out: a smaller micro_batch_size or seq_len ({str(error).splitlines()[0]})"
-    needed = _amount(found[0].needed_gib * GIB)
+    except Exception as error:  # a hint must not cost what it is a hint for
+        return f"Ways out: a smaller micro_batch_size or seq_len (the ledger cannot tell: {type(error).__name__})"
+    needed = _amount((found[0].needed_gib - (CONTEXT_GIB if on_card else 0)) * GIB)
     if not found[0].changes and found[0].fits(budget):
         return (
             f"By the ledger {config.name} needs {needed}, and {_amount(free * GIB)} are free: "
@@ -103,6 +100,7 @@ def explain_in_notebooks(on: bool = True) -> None:
 
 def _answer(shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: int | None = None) -> None:
     from labutils.config import Config
+    from labutils.device import choose_device
     from labutils.memory import free_memory
 
     if not recognised(error):
@@ -113,7 +111,6 @@ def _answer(shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: in
     sys.last_value = error
     free_memory()
     if isinstance(config := shell.user_ns.get("config"), Config):
-        where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        lines.append(f"For `config` ({config.name}): {ways_out(config, where)}")
+        lines.append(f"For `config` ({config.name}): {ways_out(config, choose_device())}")
     error._render_traceback_ = lambda: lines
     shell.showtraceback((kind, error, tb), tb_offset=tb_offset)

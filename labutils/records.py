@@ -146,12 +146,13 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) 
     `content` may be a function that writes into the file it is given. A process killed meanwhile leaves a hidden file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[-40:]}-")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-")
     try:
         with os.fdopen(handle, "wb") as file:
             content(file) if callable(content) else file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)  # in a shared folder others may read it; mkstemp lets nobody
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -203,6 +204,8 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
         raise RecordError(f"no run {str(source)!r} in {runs_dir()}; `python -m labutils runs` lists them")
     try:
         return RunRecord.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise RecordError(f"{path.name} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -222,6 +225,11 @@ def _name(path: Path) -> str:
 
 def _record_files() -> list[Path]:
     return sorted(runs_dir().glob("*-*-*-*.json"), key=lambda p: p.stem.rsplit("-", 3)[1:])
+
+
+def state_files(name: str | None = None) -> list[Path]:
+    """Return the states in runs/ that unfinished runs (of a name) have left, sorted: see `resume.Saver`."""
+    return sorted(p for p in runs_dir().glob("*.state") if name in (None, p.stem.rsplit("-", 5)[0]))
 
 
 def find_runs() -> tuple[list[RunRecord], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 from zipfile import ZipFile
@@ -11,7 +12,8 @@ from zipfile import ZipFile
 import torch
 from torch import nn
 
-from labutils.records import RecordError, RunRecord, runs_dir, write_atomically
+from labutils import out_of_memory
+from labutils.records import RecordError, RunRecord, runs_dir, state_files, write_atomically
 
 STATE_VERSION = 1
 COPIES = 3  # of the parameters in a state, at most: with AdamW's two moments
@@ -22,26 +24,23 @@ class _Part(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
-def state_files(name: str | None = None) -> list[Path]:
-    """Return the saved states in runs/ (of the runs with a name), sorted."""
-    return sorted(p for p in runs_dir().glob("*.state") if name in (None, p.stem.rsplit("-", 5)[0]))
-
-
 class Saver:
     """Saves what decides the steps to come: parameters, optimizer, loss scale, random numbers, the step; and the log.
 
     The file, `runs/<name>-<experiment>-<repeat>-<id>.state`, is replaced as a whole every `every` steps (0: never); the
-    steps done are also the position in the data, which come in the same order in every run. `finish` deletes it.
-    `planned` is the record that the run will fill: only states of an equal experiment and repeat are continued (`left`
-    are those there are). They are read with `weights_only`: no code in a file runs.
+    steps done are also the position in the data, which come in the same order in every run. `planned` is the record
+    that the run will fill: only states of an equal experiment and repeat are continued (`left` are those there are).
+    They are read with `weights_only`: no code in a file runs.
     """
 
     def __init__(self, planned: RunRecord, every: int, run_id: str) -> None:
-        self.every, self.name, self.done, self.state = every, planned.name, 0, None
+        planned = planned.model_copy(update={"steps_planned": 0})  # a slow machine plans fewer, by a noisy probe
+        self.every, self.name, self.done = every, planned.name, 0
         self.experiment = f"{planned.name}-{planned.experiment}-"
-        self.run = f"{self.experiment}{planned.repeat}"
-        self.path = runs_dir() / f"{self.run}-{run_id}.state"
-        self.left = [path for path in state_files(self.name) if path.name.startswith(f"{self.run}-")]
+        self.run = f"{self.experiment}{planned.repeat}-"
+        self.path = runs_dir() / f"{self.run}{run_id}.state"
+        self.left = [path for path in state_files(self.name) if path.name.startswith(self.run)]
+        self.source: Path | None = None  # what `find` has found
 
     def find(self) -> int:
         """Look for this experiment's furthest state, and return its steps; 0 if there is no state of that name.
@@ -50,9 +49,9 @@ class Saver:
         """
         files = state_files(self.name)
         for path in self.left:
-            state = _read(path)
-            if state["step"] >= self.done:
-                self.path, self.state, self.done = path, state, state["step"]
+            step = _read(path)["step"]
+            if step >= self.done:
+                self.source, self.done = path, step
         if files and not any(path.name.startswith(self.experiment) for path in files):
             raise RecordError(
                 f"{files[-1].name} is of another experiment: config, code, text, device or versions were different. "
@@ -61,8 +60,11 @@ class Saver:
         return self.done
 
     def require_room(self, model: nn.Module) -> None:
-        """Raise OSError if the disk has no room for two states of the model, the old one and the new."""
-        needed = 2 * COPIES * sum(p.numel() * p.element_size() for p in model.parameters()) if self.every else 0
+        """Raise OSError if the disk has no room for two states of a model, the last and the next (if there is none)."""
+        if not self.every:
+            return
+        states = 1 if self.source else 2
+        needed = states * COPIES * sum(p.numel() * p.element_size() for p in model.parameters())
         free = shutil.disk_usage(runs_dir()).free
         if needed > free:
             raise OSError(
@@ -71,41 +73,54 @@ class Saver:
             )
 
     def restore(self, parts: Mapping[str, _Part]) -> int:
-        """Put the state that `find` has found into the parts and the random generators; return the steps done."""
-        if not self.state:
+        """Put the state that `find` has found into the parts and the random generators; return the steps done.
+
+        `parts` are those that `save` gets, `model` among them. Raises RecordError if they do not fit.
+        """
+        if not self.source:
             return 0
+        state = _read(self.source)
         try:
             for key, part in parts.items():
-                part.load_state_dict(self.state["parts"][key])
-            torch.set_rng_state(self.state["random"])
-            if self.state["random_cuda"] is not None:
-                torch.cuda.set_rng_state(self.state["random_cuda"])
+                part.load_state_dict(state["parts"][key])
+            torch.set_rng_state(state["random"])
+            if state["random_cuda"] is not None:
+                torch.cuda.set_rng_state(state["random_cuda"], _device(parts))
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(self.path, error) from error
-        self.state = None
-        return self.done
+            raise _damaged(self.source, error) from error
+        return state["step"]
 
-    def save_if_due(self, parts: Mapping[str, _Part], done: int) -> None:
-        """Save the state after `done` steps, if it is time. On a full disk say so, keep the older state, and go on."""
-        if not self.every or done % self.every:
-            return
+    def due(self, done: int) -> bool:
+        """Whether the state after `done` steps is to be saved."""
+        return self.every > 0 and done % self.every == 0
+
+    def save(self, parts: Mapping[str, _Part], done: int) -> None:
+        """Save the state after `done` steps. On a full disk say so, keep the older state, and go on."""
+        on_cuda = _device(parts).type == "cuda"
         state = {
             "version": STATE_VERSION,
             "step": done,
             "parts": {key: part.state_dict() for key, part in parts.items()},
             "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+            "random_cuda": torch.cuda.get_rng_state(_device(parts)) if on_cuda else None,
         }
         try:
             write_atomically(self.path, lambda file: torch.save(state, file))
             self.done = done
-        except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of a full disk
+        except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of what stops it
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
             print(f"{self.name}: state of step {done} NOT SAVED: {str(error).splitlines()[0]}; the run goes on")
 
     def finish(self) -> None:
-        """Delete the state, which a finished run needs no more, and what a killed process may have left of it."""
-        for path in (self.path, *self.path.parent.glob(f".{self.path.name[-40:]}-*")):
-            path.unlink(missing_ok=True)
+        """Delete the run's states, which nobody needs once it is complete, and what killed processes left of them."""
+        for path in (self.path, *self.left, *runs_dir().glob(f".{self.run}*")):
+            with suppress(OSError):  # another user's
+                path.unlink(missing_ok=True)
+
+
+def _device(parts: Mapping[str, Any]) -> torch.device:
+    return next(parts["model"].parameters()).device
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -123,6 +138,9 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _damaged(path: Path, error: Exception) -> RecordError:
+def _damaged(path: Path, error: Exception) -> Exception:
+    """Return the error that says so; or the error itself if it has another cause, too little memory."""
+    if out_of_memory.recognised(error):
+        return error
     reason = (str(error).strip().splitlines() or [""])[0]
     return RecordError(f"{path.name} is damaged, or no saved state ({type(error).__name__}: {reason[:100]}); delete it")

@@ -176,17 +176,17 @@ class _Trials:
 
 def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
     """Return every combination of changes, best first; the free ones are all in each."""
+    return sorted(_combinations(config, device), key=lambda changes: _rank(config, changes))
+
+
+def _combinations(config: Config, device: str) -> Iterator[dict[str, Any]]:
     has_bf16 = device != "cpu" and card_named(device).flash
-    return sorted(_combinations(config, has_bf16), key=lambda changes: _rank(config, changes))
-
-
-def _combinations(config: Config, has_bf16: bool) -> Iterator[dict[str, Any]]:
     free = {key: value for key, (value, _) in FREE.items() if getattr(config, key) != value}
     sequences = config.micro_batch_size * config.grad_accum_steps
     sizes = [n for n in range(config.micro_batch_size, 0, -1) if sequences % n == 0]
     sizes = sizes[:1] if config.optimizer_in_backward else sizes  # it cannot accumulate, nor have a loss scale
     precisions = [config.precision]
-    if config.precision in ("fp32", "tf32"):
+    if config.precision in ("fp32", "tf32") and device != "cpu":  # few CPUs multiply 16-bit numbers fast
         precisions += ["bf16"] if has_bf16 else [] if config.optimizer_in_backward else ["fp16"]
     if has_bf16 and config.precision != "pure_bf16":
         precisions.append("pure_bf16")
@@ -295,7 +295,8 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     """
     configs = [load_config(name, **overrides) for name in names]
     where = choose_device()
-    first, device = configs[0].on(where.type), "cpu" if where.type == "cpu" else "this"
+    device = "cpu" if where.type == "cpu" else "this"
+    first = resolve(configs[0], device)
     budget = free_bytes(where) / 2**30 + (0 if device == "cpu" else CONTEXT_GIB)
     if ROUGHLY * needed_gib(closed_form(first), device) < budget:
         return configs

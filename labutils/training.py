@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from labutils import device, distributed, models, precision
+from labutils import device, distributed, models, out_of_memory, precision
 from labutils.optimizers import StepInBackward
 from labutils.records import RunRecord, Series, code_version, commit, new_id
 from labutils.resume import Saver
@@ -51,9 +51,9 @@ def train(
     `learning_rate_at(step)` sets every parameter group's rate; without it the optimizer's own rates stand.
     A `saver` keeps the run's state on disk, and skips the steps that are in the state it has found.
 
-    Ctrl-C, and several non-finite losses in a row, end the run early: the record has the steps so far, `outcome` says
-    how it ended. Exceptions of the model or the loss are not caught. Raises, before any work, PrecisionUnsupported, and
-    ValueError if an `optimizers.StepInBackward` meets what needs all gradients at once.
+    Ctrl-C, several non-finite losses in a row, and running out of memory after the first step, end the run early: the
+    record has the steps so far, `outcome` says how it ended. Other exceptions are not caught. Raises, before any work,
+    PrecisionUnsupported, and ValueError if an `optimizers.StepInBackward` meets what needs all gradients at once.
     """
     where = next(model.parameters()).device
     precision.require(precision_name, where)
@@ -102,7 +102,8 @@ def train(
                 optimizer.zero_grad(set_to_none=True)
                 log.stop(step_loss, grad_norm, scale, optimizer.param_groups[0]["lr"])
                 # several processes must read, and so stop, at the same step
-                if (log.due() if replicas.size == 1 else step % 10 == 9) or step + 1 == steps:
+                to_save = saver is not None and saver.due(step + 1)
+                if to_save or (log.due() if replicas.size == 1 else step % 10 == 9) or step + 1 == steps:
                     bar.set_postfix_str(f"loss {log.read():.3f}", refresh=False)
                     if log.non_finite_in_a_row >= NON_FINITE_LIMIT:
                         outcome, reason = "non_finite", _diagnosis(log, precision_name)
@@ -110,10 +111,15 @@ def train(
                 if held_out and (step + 1 == steps or (eval_every and (step + 1) % eval_every == 0)):
                     loss = evaluate(model, held_out, loss_fn, count_targets, precision_name)
                     log.held_out.append((step + 1, loss))
-                if saver:
-                    saver.save_if_due(parts, step + 1)
+                if to_save and not log.non_finite_in_a_row:
+                    saver.save(parts, step + 1)
         except KeyboardInterrupt:
             outcome, reason = "interrupted", f"stopped by Ctrl-C after {log.n_complete} of {steps} steps"
+            optimizer.zero_grad(set_to_none=True)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory.recognised(error) or not log.n_complete or replicas.size > 1:
+                raise  # nothing to keep, or other processes would wait for this one
+            outcome, reason = "out_of_memory", f"after {log.n_complete} of {steps} steps: {out_of_memory.said(error)}"
             optimizer.zero_grad(set_to_none=True)
         log.read()
     run_id, created = new_id()

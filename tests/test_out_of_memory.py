@@ -25,15 +25,22 @@ GIB = 2**30
             "asked for 1.50 GiB more, 612.00 MiB free",
         ),
         (
+            "CUDA out of memory. Tried to allocate 200.00 MiB. GPU 0 has a total capacity of 139.81 GiB of which "
+            "130.05 GiB is free. 7.10 GiB allowed; Of the allocated memory 6.9 GiB is allocated by PyTorch …",
+            "asked for 200.00 MiB more, 7.10 GiB allowed",
+        ),
+        (
             "[enforce fail at alloc_cpu.cpp:132] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
             "allocate 1125899906842624 bytes. Error code 12 (Cannot allocate memory)",
             "asked for 1,048,576.00 GiB more",
         ),
+        ("CUDA driver error: out of memory", "CUDA driver error: out of memory"),
         ("CUDA error: out of memory\nCUDA kernel errors might be …", "CUDA error: out of memory"),
     ],
 )
 def test_what_was_asked_for_and_what_is_free(text, short):
     error = RuntimeError(text)
+    assert out_of_memory.recognised(error)
     assert out_of_memory.said(error) == short
 
 
@@ -55,6 +62,7 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     wanted = solver.enough_alone(config, free, "cpu")[:3]
     assert options == [", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in wanted]
     assert all(one.fits(free) for one in wanted)
+    assert not any("precision" in one.changes for one in wanted)  # 16 bits are slow on most CPUs
     monkeypatch.setattr(device, "free_bytes", lambda _: 2**20)
     assert out_of_memory.ways_out(config, CPU).startswith("Nothing makes it fit the 1 MiB that are free; least, ")
 

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,3 +282,17 @@ def test_ctrl_c_after_training_loses_nothing(runs, monkeypatch):
     run = tiny_run()
     assert run.outcome == "interrupted" and "memory" in run.reason
     assert len(load_record(run.id).series.loss) == 3
+
+
+def test_what_cannot_be_read_is_named_and_stops_nothing(runs, monkeypatch):
+    def denied(_):
+        raise PermissionError(13, "Permission denied")
+
+    path = record("fp32").save()
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    assert lab.find_runs() == ([], [f"{path.name} cannot be read: Permission denied"])
+
+
+def test_files_in_a_shared_folder_can_be_read_by_others(runs):
+    if sys.platform != "win32":
+        assert record("fp32").save().stat().st_mode & 0o777 == 0o644

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -16,8 +17,8 @@ import torch
 import labutils as lab
 from labutils import distributed, experiment
 from labutils import resume as resuming
-from labutils.records import RecordError
-from labutils.resume import state_files
+from labutils.cli import main
+from labutils.records import RecordError, state_files
 from tests.helpers import CPU
 
 SMALL = {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 8, "lr_warmup_steps": 2}
@@ -53,6 +54,7 @@ def stop_at(monkeypatch, step):
     "changes",
     [
         {},
+        {"precision": "bf16", **TINY},
         {"precision": "fp16", "init_scale": 2.0**40, "growth_interval": 2, **TINY},  # overflows at first, then grows
         {"precision": "pure_bf16", "optimizer": "adamw_bf16", **TINY},
         {"precision": "pure_bf16", "optimizer": "adamw_8bit", **TINY, **IN_BACKWARD},
@@ -60,7 +62,7 @@ def stop_at(monkeypatch, step):
         {"optimizer": "sgd", "optimizer_impl": "foreach"},
         {"gradient_checkpointing": "block", "loss_chunk_tokens": 8},
     ],
-    ids=["fp32", "fp16", "bf16 moments", "8-bit moments", "in backward", "sgd", "recomputed"],
+    ids=["fp32", "bf16", "fp16", "bf16 moments", "8-bit moments", "in backward", "sgd", "recomputed"],
 )
 def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
     whole = start(**changes)
@@ -92,6 +94,36 @@ def train_slowly(folder: str) -> None:
     start()
 
 
+def test_ctrl_c_while_a_state_is_written_ends_the_run(runs, monkeypatch):
+    """torch makes a RuntimeError of what its file object raises."""
+
+    class Interrupted(io.BytesIO):
+        def write(self, _):
+            raise KeyboardInterrupt
+
+    real = torch.save
+    monkeypatch.setattr(resuming.torch, "save", lambda state, _: real(state, Interrupted()))
+    record = start()
+    assert (record.outcome, len(record.series.loss)) == ("interrupted", 2)
+
+
+def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
+    real = experiment.learning_rate_at
+    monkeypatch.setattr(experiment, "learning_rate_at", lambda i, c: real(i, c) if i < 2 else float("nan"))
+    assert start().outcome == "non_finite"
+    assert torch.load(state_files()[0], weights_only=True)["step"] == 2
+
+
+def test_too_little_memory_does_not_make_a_state_a_damaged_one(state, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", full)
+    record = start(resume=True)
+    assert record.outcome == "out_of_memory" and record.reason.startswith("asked for 2.00 GiB more")
+    assert state.exists()
+
+
 def test_a_killed_run_continues(runs):
     whole = start()
     child = multiprocessing.get_context("spawn").Process(target=train_slowly, args=(str(runs),))
@@ -117,7 +149,12 @@ def test_the_furthest_of_several_states_is_taken(runs, monkeypatch, capsys):
     assert "state after step 2 is saved; --resume continues" in capsys.readouterr().out
     assert len(state_files()) == 2
     assert start(resume=True).environment["resumed"] == "after step 6"
-    assert len(state_files()) == 1  # the other run's
+    assert state_files() == []  # the experiment is complete
+
+
+def test_unfinished_runs_are_listed(state, capsys):
+    assert main(["runs"]) == 0
+    assert f"unfinished: {state.name} (" in capsys.readouterr().out
 
 
 def test_nothing_to_continue_begins(runs):

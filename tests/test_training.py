@@ -290,3 +290,23 @@ def test_weight_decay_spares_biases():
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
     assert all(p.dim() == 1 for p in groups[1]["params"])
     assert sum(len(g["params"]) for g in groups) == 4
+
+
+@pytest.mark.parametrize("full_at", [0, 3])
+def test_running_out_of_memory_keeps_the_steps_so_far(full_at):
+    model = two_layers()
+
+    def batches():
+        for i, batch in enumerate(regression_batches(6)):
+            if i == full_at:
+                torch.empty(2**50, dtype=torch.uint8)  # more than any machine has
+            yield batch
+
+    if not full_at:  # nothing to keep
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            train(model, batches(), optimizer=sgd(model), steps=6)
+        return
+    record = train(model, batches(), optimizer=sgd(model), steps=6)
+    assert (record.outcome, len(record.series.loss), len(record.series.step_ms)) == ("out_of_memory", 3, 3)
+    assert record.reason == "after 3 of 6 steps: asked for 1,048,576.00 GiB more"
+    assert all(p.grad is None for p in model.parameters())

@@ -87,6 +87,8 @@ def measure(shape: Shape, where: torch.device, name: str) -> tuple[float, int, i
     optimizer = adamw(model.parameters())
     endless = iter(lambda: batch, None)
     record = train(model, endless, models.lm_loss_sum, optimizer, steps=TIMED + 2, precision_name=name, progress=False)
+    if record.outcome == "out_of_memory":
+        raise torch.OutOfMemoryError(record.reason)
     report = memory.measure_step(
         model,
         [to_device(batch, where)],
