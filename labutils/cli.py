@@ -181,6 +181,8 @@ def _export(options: argparse.Namespace) -> int:
         if options.script.exists():
             print(f"{options.script} exists already; choose another name, or delete it first", file=sys.stderr)
             return 1
+        if not options.script.parent.is_dir():
+            raise FileNotFoundError(f"no such folder: {options.script.parent}")
         write_atomically(options.script, text.encode())
     except PrecisionUnsupported as error:
         print(error, file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -109,7 +110,9 @@ def test_ctrl_c_while_a_state_is_written_ends_the_run(runs, monkeypatch):
 
 def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
     real = experiment.learning_rate_at
-    monkeypatch.setattr(experiment, "learning_rate_at", lambda i, c: real(i, c) if i < 2 else float("nan"))
+    monkeypatch.setattr(
+        experiment, "learning_rate_at", lambda step, config: real(step, config) if step < 2 else math.nan
+    )
     assert start().outcome == "non_finite"
     assert torch.load(state_files()[0], weights_only=True)["step"] == 2
 
