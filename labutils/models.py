@@ -123,20 +123,24 @@ def pretrained_tokenizer(model: str) -> Tokenizer:
     from huggingface_hub import hf_hub_download
 
     offline = _require_hub_or_cache(model, "tokenizer.json")
-    return Tokenizer.from_file(hf_hub_download(f"openai-community/{model}", "tokenizer.json", local_files_only=offline))
+    try:
+        path = hf_hub_download(f"openai-community/{model}", "tokenizer.json", local_files_only=offline)
+    except (OSError, ValueError) as error:  # the hub's errors are of both kinds
+        raise WeightsUnavailable(f"weights: pretrained: {error}. Way out: weights: random") from error
+    return Tokenizer.from_file(path)
 
 
 def _require_hub_or_cache(model: str, file: str) -> bool:
-    """Return True if cached, False if the hub answers within four seconds; else raise WeightsUnavailable."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    """Return True if cached, False if the hub offers the file within four seconds; else raise WeightsUnavailable."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     repository = f"openai-community/{model}"
     if isinstance(try_to_load_from_cache(repository, file), str):
         return True
-    # The time limit is a thread's: a name look-up that hangs ignores the client's own.
+    # The time limit is a thread's: the client's own does not end a name look-up that hangs, nor its repeated attempts.
     asked = Future()
     threading.Thread(
-        target=_settle, args=(asked, lambda: HfApi().model_info(repository, timeout=3)), daemon=True
+        target=_settle, args=(asked, lambda: get_hf_file_metadata(hf_hub_url(repository, file), timeout=3)), daemon=True
     ).start()
     try:
         asked.result(timeout=4)
@@ -289,4 +293,5 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

