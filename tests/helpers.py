@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import labutils as lab
+
 REPO = Path(__file__).resolve().parent.parent
 slow = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -22,6 +24,17 @@ def committed(path: str) -> str:
     except FileNotFoundError:
         return (REPO / path).read_text(encoding="utf-8")
     return answer.stdout.decode() if answer.returncode == 0 else (REPO / path).read_text(encoding="utf-8")
+
+
+def fill_hub_cache(folder: Path) -> nn.Module:
+    """Make a model hub's cache, as it lies on disk under HF_HOME; "gpt2" in it has the nano size. Return its model."""
+    repository = folder / "hub" / "models--openai-community--gpt2"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    model = lab.build_model("gpt2-nano", seed=5)
+    model.save_pretrained(repository / "snapshots" / "abc")
+    lab.load_corpus().tokenizer.save(str(repository / "snapshots" / "abc" / "tokenizer.json"))
+    return model
 
 
 def two_layers(seed: int = 0) -> nn.Module:

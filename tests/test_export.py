@@ -17,7 +17,7 @@ from labutils.cli import main
 from labutils.config import ConfigError, load_config
 from labutils.export import script
 from labutils.precision import PrecisionUnsupported
-from tests.helpers import CPU, REPO, slow
+from tests.helpers import CPU, REPO, fill_hub_cache, slow
 
 SHIPPED = sorted(path.name.removesuffix("_config.yaml") for path in (REPO / "configs").glob("*_config.yaml"))
 SMALL = {"name": "small", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "lr_warmup_steps": 1}
@@ -244,12 +244,8 @@ def test_what_cannot_be_exported_is_said_and_leaves_no_file(arguments, message, 
 
 @slow
 def test_pretrained_weights_give_the_same_losses(tmp_path):
-    """A hub cache as it lies on disk, with a small model in it, and a hub that refuses."""
-    snapshot = tmp_path / "hub" / "models--openai-community--gpt2" / "snapshots" / "abc"
-    (snapshot.parent.parent / "refs").mkdir(parents=True)
-    (snapshot.parent.parent / "refs" / "main").write_text("abc")
-    lab.build_model("gpt2-nano", seed=5).save_pretrained(snapshot)
-    lab.load_corpus().tokenizer.save(str(snapshot / "tokenizer.json"))
+    """The hub refuses; its cache has them."""
+    fill_hub_cache(tmp_path)
     code = (
         "import runpy, labutils as lab, labutils.models as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
         "from labutils.export import script; from pathlib import Path; from tests.test_export import small\n"

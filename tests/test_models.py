@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import labutils as lab
 from labutils.checkpointing import ATTENTION, BLOCKS_PER_UNIT
 from labutils.models import SIZES, ChunkedLoss
-from tests.helpers import REPO, slow
+from tests.helpers import REPO, fill_hub_cache, slow
 
 
 @pytest.mark.parametrize(("name", "millions"), [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-xl", 1557.6)])
@@ -318,15 +318,9 @@ def test_a_hub_that_refuses_or_is_slow_is_named_within_five_seconds(tmp_path):
     assert answer.returncode == 0, answer.stderr
 
 
-def test_cached_pretrained_weights_load_in_training_mode(tmp_path, monkeypatch):
-    """A hub cache as it lies on disk, with a small model in it; the real loading code reads it."""
-    monkeypatch.setitem(SIZES, "gpt2", SIZES["gpt2-nano"])
-    snapshot = tmp_path / "hub" / "models--openai-community--gpt2" / "snapshots" / "abc"
-    (snapshot.parent.parent / "refs").mkdir(parents=True)
-    (snapshot.parent.parent / "refs" / "main").write_text("abc")
-    saved = lab.build_model("gpt2", seed=5)
-    saved.save_pretrained(snapshot)
-    lab.load_corpus().tokenizer.save(str(snapshot / "tokenizer.json"))
+def test_cached_pretrained_weights_load_in_training_mode(tmp_path):
+    """The real loading code reads it."""
+    saved = fill_hub_cache(tmp_path)
     code = (
         "import sys, labutils as lab, labutils.models as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
         "model = lab.build_model('gpt2', weights='pretrained', dropout=0.25)\n"
