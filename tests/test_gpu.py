@@ -1,4 +1,4 @@
-"""What only a CUDA device shows. Skipped, visibly, without one: nothing here is mocked."""
+"""What only a CUDA device shows. Skipped, visibly, without one: no CUDA function is mocked here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import experiment, precision
+from labutils import device, experiment, memory, precision, solver
 from labutils.checkpointing import BLOCKS_PER_UNIT
 from labutils.cli import main
 from labutils.memory import cuda_memory, tensor_bytes
@@ -309,3 +309,61 @@ def test_peak_allocated_on_cuda():
     with lab.peak_allocated(CUDA) as peak:
         torch.zeros(2**20, device=CUDA)
     assert peak.n_bytes == before + 2**22
+
+
+def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch):
+    small = {"model": "gpt2-nano", "steps": 8, "lr_warmup_steps": 2, "save_every": 2, "name": "short"}
+
+    def run(resume=False):
+        config = lab.load_config("fp16", **small)
+        return lab.run_experiment(config, where=CUDA, progress=False, rerun=True, resume=resume)
+
+    whole, real = run(), experiment.learning_rate_at
+
+    def stopping(step, config):
+        if step == 5:
+            raise KeyboardInterrupt
+        return real(step, config)
+
+    monkeypatch.setattr(experiment, "learning_rate_at", stopping)
+    run()
+    monkeypatch.setattr(experiment, "learning_rate_at", real)
+    torch.cuda.manual_seed(99)
+    continued = run(resume=True)
+    assert continued.environment["resumed"] == "after step 4"
+    assert continued.series.loss == pytest.approx(whole.series.loss, rel=1e-3)  # kernels add up in no fixed order
+    assert continued.series.loss_scale == whole.series.loss_scale and len(continued.series.step_ms) == 8
+
+
+def test_where_the_driver_would_spill_the_allocator_is_capped(monkeypatch):
+    monkeypatch.setattr(memory.sys, "platform", "win32")
+    memory.cap_to_free(CUDA, gib=1.0)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="allowed"):
+            torch.empty(2**31, dtype=torch.uint8, device=CUDA)
+    finally:
+        monkeypatch.undo()
+        memory.cap_to_free(CUDA)
+
+
+def test_a_cell_without_memory_gives_a_short_answer_on_cuda(capsys):
+    InteractiveShell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
+    shell = InteractiveShell.instance()
+    lab.setup()
+    lab.free_memory()
+    before = torch.cuda.memory_allocated()
+    body = "kept = torch.zeros(2**20, device='cuda'); torch.empty(2**50, device='cuda')"
+    shell.run_cell(f"import torch\ndef f():\n    {body}")
+    result = shell.run_cell("f()")
+    InteractiveShell.clear_instance()
+    assert isinstance(result.error_in_exec, torch.OutOfMemoryError)
+    assert "Out of memory: asked for" in capsys.readouterr().out
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_notebooks_take_smaller_micro_batches_on_a_full_card(monkeypatch):
+    plain = lab.fitting("fp32")[0]
+    monkeypatch.setattr(solver, "free_bytes", lambda _: 3.2 * 2**30)
+    monkeypatch.setattr(device, "_free_gib", lambda: 3.2)
+    tight = lab.fitting("fp32")[0]
+    assert tight.micro_batch_size < plain.micro_batch_size and tight.tokens_per_step == plain.tokens_per_step
