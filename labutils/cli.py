@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     run = add("run", _run, "train one experiment and save its record in runs/")
     run.add_argument("config", help="a YAML file, or a short name such as bf16")
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")
-    run.add_argument("--repeat", type=int, default=1, metavar="N", help="run N times; compare uses their spread")
+    run.add_argument("--repeat", type=_count, default=1, metavar="N", help="run N times; compare uses their spread")
     run.add_argument("--rerun", action="store_true", help="train even if an equal run is recorded")
     run.add_argument(
         "--resume", action="store_true", help="continue from the state that a run with save_every has left"
@@ -135,6 +135,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=int, default=10, help="steps in a block (10)")
     bench.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")
     return parser
+
+
+def _count(text: str) -> int:
+    """Return a whole number above 0; a ValueError becomes argparse's own message."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 def _gib(text: str) -> float:

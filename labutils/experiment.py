@@ -17,7 +17,7 @@ from labutils import compiling, data, device, distributed, memory, models, out_o
 from labutils import resume as resuming
 from labutils.config import Config, ConfigError, load_config
 from labutils.optimizers import SmallAdamW, StepInBackward
-from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id, require_room
+from labutils.records import RunRecord, Timing, code_version, commit, find_equal, new_id, require_room, state_files
 from labutils.training import LossFn, to_device, train
 
 UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
@@ -179,7 +179,11 @@ def run_experiment(
     if progress:
         _announce(config, where, steps, resolved.steps, answer.reason)
         if resume:
-            print(f"{config.name}: " + (f"continues after step {done}" if done else "no saved state: begins at step 0"))
+            others = ", ".join(path.name for path in state_files()) or "none at all"
+            none = f"begins at step 0: no state of this name is saved ({others}); a state needs the same --set values"
+            print(f"{config.name}: " + (f"continues after step {done}" if done else none))
+            if done and not resolved.save_every:
+                print(f"{config.name}: save_every is 0, so no further state will be saved")
         elif saver.left:
             print(f"{config.name}: begins at step 0; an unfinished run has left a state: --resume would continue it")
     try:

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 WAYS = 3
-WORDS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+WORDS = (
+    "can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "[CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def recognised(error: BaseException) -> bool:
@@ -78,6 +86,8 @@ def ways_out(config: Config, where: torch.device) -> str:
             f"By the ledger {config.name} needs {needed}, and {_amount(free * GIB)} are free: "
             "something else held memory. Delete what you no longer need, or restart the kernel"
         )
+    if not found[0].changes:
+        return f"None of the changes that the ledger tries makes it fit {_amount(free * GIB)}: take a smaller model"
     options = "; or ".join(", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in found)
     if not found[0].fits(budget):
         return (
@@ -106,8 +116,10 @@ def _answer(shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: in
     if not recognised(error):
         shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
         return
-    in_cell = next(f for f in traceback.extract_tb(tb) if not f.filename.endswith("interactiveshell.py"))
-    lines = [f"Out of memory: {said(error)}", f"in line {in_cell.lineno} of the cell: {in_cell.line}"]
+    frames = [f for f in traceback.extract_tb(tb) if not f.filename.endswith("interactiveshell.py")]
+    deepest = [f for f in frames if "ipython-input" in f.filename or "ipykernel_" in f.filename][-1:] or frames[:1]
+    lines = [f"Out of memory: {said(error)}"]
+    lines += [f"in line {f.lineno} of {'the cell' if f.name == '<module>' else f.name}: {f.line}" for f in deepest]
     sys.last_value = error
     free_memory()
     if isinstance(config := shell.user_ns.get("config"), Config):

@@ -50,6 +50,7 @@ def test_only_errors_that_say_so_are_recognised():
     assert out_of_memory.recognised(caught.value)
     assert out_of_memory.recognised(torch.OutOfMemoryError("…")) and out_of_memory.recognised(MemoryError())
     assert not out_of_memory.recognised(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not out_of_memory.recognised(RuntimeError("my own: out of memory budget"))
 
 
 def test_ways_out_fit_what_is_free(monkeypatch):
@@ -111,7 +112,7 @@ def test_a_cell_without_memory_gives_a_short_answer_and_the_next_one_runs(tmp_pa
     assert done.returncode == 0, done.stderr[-2000:]
     first = done.stdout[done.stdout.index("Out of memory") :].splitlines()
     assert first[0] == "Out of memory: asked for 1,048,576.00 GiB more"
-    assert first[1] == "in line 5 of the cell: step()"
+    assert first[1] == "in line 3 of step: return torch.empty(2**50, dtype=torch.uint8)"
     assert first[2].startswith("For `config` (fp32): By the ledger fp32 needs 7")
     assert "DefaultCPUAllocator" not in done.stdout
     assert "ZeroDivisionError" in done.stdout and "same number of elements" in done.stdout  # other errors look as ever
