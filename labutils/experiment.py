@@ -179,8 +179,9 @@ def run_experiment(
     if progress:
         _announce(config, where, steps, resolved.steps, answer.reason)
         if resume:
-            others = ", ".join(path.name for path in state_files()) or "none at all"
-            none = f"begins at step 0: no state of this name is saved ({others}); a state needs the same --set values"
+            others = ", ".join(path.name for path in state_files())
+            none = "begins at step 0: it has no saved state"
+            none += f"; there are {others}, for the same --set values as theirs" if others else ""
             print(f"{config.name}: " + (f"continues after step {done}" if done else none))
             if done and not resolved.save_every:
                 print(f"{config.name}: save_every is 0, so no further state will be saved")
