@@ -251,11 +251,16 @@ def test_the_ledger_knows_these_optimizers(changes):
 
 
 def test_the_leanest_recipe_learns_as_float32_does(runs):
-    """Same tokens, 30 steps: within 0.1 of a loss that falls by more than one (bfloat16 alone moves it by that)."""
-    usual = lab.run_experiment(lab.load_config("fp32", **SMALL, **LEAN), progress=False)
+    """Same tokens, 30 steps: within 0.02 of a loss that falls by more than one.
+
+    Not with seed 0: there one held-out sequence, a table, loses 2.7 in the last two steps, which nothing clips, and
+    how much depends on the last bits.
+    """
+    calm = {**SMALL, **LEAN, "seed": 4}
+    usual = lab.run_experiment(lab.load_config("fp32", **calm), progress=False)
     for name in ("8 bits", "in backward", *(["everything"] if not lab.support("pure_bf16", CPU).slow else [])):
-        lean = lab.run_experiment(lab.load_config("fp32", **SMALL, **LEAN, **CASES[name]), progress=False)
+        lean = lab.run_experiment(lab.load_config("fp32", **calm, **CASES[name]), progress=False)
         assert usual.series.loss[0] - usual.series.loss[-1] > 1
-        assert lean.held_out[-1][1] == pytest.approx(usual.held_out[-1][1], abs=0.1)
+        assert lean.held_out[-1][1] == pytest.approx(usual.held_out[-1][1], abs=0.02)
         if name == "in backward":
             assert lean.series.loss == pytest.approx(usual.series.loss, rel=1e-5)

@@ -45,13 +45,15 @@ def measured(config):
 @pytest.mark.parametrize("implementation", ["fused", "foreach", pytest.param("for_loop", marks=slow)])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "pure_bf16"])
-def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, implementation):
+def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, implementation, monkeypatch):
     changes = {"precision": name, "optimizer_impl": implementation, "tokens_per_step": 64 * accumulate}
     config = lab.load_config("fp32", **TINY, **changes)
     predicted, real = predict_memory(config, "cpu"), measured(config.on("cpu"))
     assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
     assert sum(real.phases[predicted.peak_phase].values()) == pytest.approx(real.peak_bytes, rel=0.005)  # or a tie
-    for phase, parts in real.phases.items():
+    # With AMX or AVX-512 oneDNN copies 16-bit weights into its own layout for a product: a library's workspace.
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    for phase, parts in measured(config.on("cpu")).phases.items():
         ours = predicted.phases[phase]
         near = partial(pytest.approx, rel=0.005, abs=0.002 * real.peak_bytes)
         assert ours[PARAMETERS] == parts[PARAMETERS]
