@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     run = add("run", _run, "train one experiment and save its record in runs/")
-    run.add_argument("config", help="a YAML file, or a short name such as bf16")
+    run.add_argument("config", help="a YAML file, a short name such as bf16, or an unfinished run's state")
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help="override a value")
     run.add_argument("--repeat", type=_count, default=1, metavar="N", help="run N times; compare uses their spread")
     run.add_argument("--rerun", action="store_true", help="train even if an equal run is recorded")
@@ -152,7 +152,17 @@ def _gib(text: str) -> float:
 
 
 def _run(options: argparse.Namespace) -> int:
-    config = load_config(options.config, **parse_overrides(options.pairs))
+    repeats, resume = range(options.repeat), options.resume
+    if options.config.endswith(".state"):
+        from labutils.resume import config_in
+
+        if options.pairs or options.repeat > 1 or options.rerun:
+            print("a state continues its own run: it takes no --set, --repeat or --rerun", file=sys.stderr)
+            return 2
+        config, repeat = config_in(runs_dir() / Path(options.config).name)
+        repeats, resume = [repeat], True
+    else:
+        config = load_config(options.config, **parse_overrides(options.pairs))
     from labutils.data import DataError
     from labutils.device import setup
     from labutils.experiment import NOT_SAVED, run_experiment
@@ -163,8 +173,8 @@ def _run(options: argparse.Namespace) -> int:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
     try:
         device = setup()
-        for repeat in range(options.repeat):
-            record = run_experiment(config, where=device, repeat=repeat, rerun=options.rerun, resume=options.resume)
+        for repeat in repeats:
+            record = run_experiment(config, where=device, repeat=repeat, rerun=options.rerun, resume=resume)
             if record.outcome != "completed":
                 break
     except (DataError, PrecisionUnsupported, WeightsUnavailable) as error:
@@ -291,8 +301,15 @@ def _runs(_: argparse.Namespace) -> int:
     records, damaged = find_runs()
     print(_summary(records).to_string() if records else f"no runs yet in {runs_dir()}")
     for path in state_files():
-        size = path.stat().st_size / 2**20
-        print(f"unfinished: {path.name} ({size:,.0f} MiB); the same run with --resume continues it")
+        from labutils.resume import planned
+
+        try:
+            record, done = planned(path)
+        except RecordError as error:
+            damaged.append(str(error))
+            continue
+        progress = f"{done} of {record.config['steps']} steps, {path.stat().st_size / 2**20:,.0f} MiB"
+        print(f"unfinished ({progress}): python -m labutils run {path.name}")
     for line in damaged:
         print(line, file=sys.stderr)
     return 1 if damaged else 0

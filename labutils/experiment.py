@@ -179,9 +179,8 @@ def run_experiment(
     if progress:
         _announce(config, where, steps, resolved.steps, answer.reason)
         if resume:
-            others = ", ".join(path.name for path in state_files())
             none = "begins at step 0: it has no saved state"
-            none += f"; there are {others}, for the same --set values as theirs" if others else ""
+            none += "; `python -m labutils runs` lists those of other runs" if state_files() else ""
             print(f"{config.name}: " + (f"continues after step {done}" if done else none))
             if done and not resolved.save_every:
                 print(f"{config.name}: save_every is 0, so no further state will be saved")
@@ -215,7 +214,7 @@ def run_experiment(
     if record.outcome != "completed":
         print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
         if saver.done and record.outcome != "non_finite":  # which would come again
-            print(f"{record.name}: the state after step {saver.done} is saved; --resume continues from there")
+            print(f"{record.name}: the state after step {saver.done} is saved; continue with: {saver.command}")
     else:
         saver.finish()
     if progress:
@@ -289,7 +288,7 @@ def _train_and_measure(
                 max_grad_norm=config.max_grad_norm,
             )
     except KeyboardInterrupt:
-        reason = "stopped by Ctrl-C after training, while memory was measured"
+        reason = "stopped (Ctrl-C or SIGTERM) after training, while memory was measured"
         return record.model_copy(update={"outcome": "interrupted", "reason": reason})
     except OSError as error:
         return record.model_copy(update={"reason": f"memory could not be measured: {error}"})

@@ -114,12 +114,17 @@ class RunRecord(_Part):
     memory: MemoryLedger | None = None
 
     @property
-    def experiment(self) -> str:
-        """Equal for runs of the same experiment: what changes results of config, code, corpus, device and versions."""
+    def identity(self) -> dict[str, Any]:
+        """What can change a run's results: of its config, the device and the versions; its text and code, hashed."""
         config = {k: v for k, v in self.config.items() if k not in ("note", "save_every")}
         versions = {k: v for k, v in self.environment.items() if k not in ("commit", "torch.compile", "resumed")}
-        parts = [self.name, config, versions, self.corpus, self.code, self.steps_planned]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+        rest = {"name": self.name, "text": self.corpus, "code": self.code, "steps planned": self.steps_planned}
+        return config | versions | rest
+
+    @property
+    def experiment(self) -> str:
+        """Equal for runs of the same experiment: a hash of its `identity`."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def tokens(self) -> int:
@@ -161,11 +166,15 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) 
 
 def require_room(n_bytes: int = 2**18) -> None:
     """Raise OSError if so many bytes, more than most records have, cannot be written into runs/; leaves nothing."""
-    runs_dir().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=runs_dir()) as file:
-        file.write(bytes(n_bytes))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        runs_dir().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=runs_dir()) as file:
+            file.write(bytes(n_bytes))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        named = "LABUTILS_RUNS names it" if os.environ.get("LABUTILS_RUNS") else "LABUTILS_RUNS can name another folder"
+        raise OSError(f"nothing can be written to {runs_dir()} ({error.strerror}); {named}") from error
 
 
 def new_id() -> tuple[str, str]:
@@ -229,7 +238,8 @@ def _record_files() -> list[Path]:
 
 def state_files(name: str | None = None) -> list[Path]:
     """Return the states in runs/ that unfinished runs (of a name) have left, sorted: see `resume.Saver`."""
-    return sorted(p for p in runs_dir().glob("*.state") if name in (None, p.stem.rsplit("-", 5)[0]))
+    files = (p for p in runs_dir().glob("*.state") if p.is_file())
+    return sorted(p for p in files if name in (None, p.stem.rsplit("-", 5)[0]))
 
 
 def find_runs() -> tuple[list[RunRecord], list[str]]:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from labutils import out_of_memory
+from labutils.config import Config, config_of
 from labutils.records import RecordError, RunRecord, runs_dir, state_files, write_atomically
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 COPIES = 3  # of the parameters in a state, at most: with AdamW's two moments
 
 
@@ -30,40 +31,55 @@ class Saver:
     The file, `runs/<name>-<experiment>-<repeat>-<id>.state`, is replaced as a whole every `every` steps (0: never); the
     steps done are also the position in the data, which come in the same order in every run. `planned` is the record
     that the run will fill: only states of an equal experiment and repeat are continued (`left` are those there are).
-    They are read with `weights_only`: no code in a file runs.
+    They are read with `weights_only`: no code in a file runs. Each holds its config, so that it can be continued alone.
     """
 
     def __init__(self, planned: RunRecord, every: int, run_id: str) -> None:
-        planned = planned.model_copy(update={"steps_planned": 0})  # a slow machine plans fewer, by a noisy probe
+        self.planned = planned.model_copy(update={"steps_planned": 0})  # a slow machine plans fewer, by a noisy probe
         self.every, self.name, self.done = every, planned.name, 0
-        self.experiment = f"{planned.name}-{planned.experiment}-"
+        self.experiment = f"{self.name}-{self.planned.experiment}-"
         self.run = f"{self.experiment}{planned.repeat}-"
         self.path = runs_dir() / f"{self.run}{run_id}.state"
         self.left = [path for path in state_files(self.name) if path.name.startswith(self.run)]
-        self.source: Path | None = None  # what `find` has found
 
     def find(self) -> int:
-        """Look for this experiment's furthest state, and return its steps; 0 if there is no state of that name.
+        """Look for this run's furthest state, which the next will replace, and return its steps; 0 if there is none.
 
-        Raises RecordError if one is damaged, or if those there are belong to other experiments.
+        Raises RecordError if none of this experiment's is whole, or if those there are belong to other experiments.
         """
-        files = state_files(self.name)
+        files, damaged = state_files(self.name), []
         for path in self.left:
-            step = _read(path)["step"]
-            if step >= self.done:
-                self.source, self.done = path, step
+            try:
+                step = _read(path)["step"]
+            except RecordError as error:
+                damaged.append(error)
+                continue
+            if step > self.done:
+                self.path, self.done = path, step
+        if damaged and not self.done:
+            raise damaged[0]
+        for error in damaged:
+            print(f"{self.name}: {error}; another state is whole")
         if files and not any(path.name.startswith(self.experiment) for path in files):
+            there, here = planned(files[-1])[0].identity, self.planned.identity
+            unequal = [key for key in here | there if here.get(key) != there.get(key)]
             raise RecordError(
-                f"{files[-1].name} is of another experiment: config, code, text, device or versions were different. "
-                "Put that back, or train from the beginning without --resume"
+                f"{files[-1].name} is of another experiment: "
+                + ", ".join(f"{key} was {there.get(key)}, now {here.get(key)}" for key in unequal)
+                + ". Put that back, or train from the beginning without --resume"
             )
         return self.done
+
+    @property
+    def command(self) -> str:
+        """What continues from the state that there is."""
+        return f"python -m labutils run {self.path.name}"
 
     def require_room(self, model: nn.Module) -> None:
         """Raise OSError if the disk has no room for two states of a model, the last and the next (if there is none)."""
         if not self.every:
             return
-        states = 1 if self.source else 2
+        states = 1 if self.done else 2
         needed = states * COPIES * sum(p.numel() * p.element_size() for p in model.parameters())
         free = shutil.disk_usage(runs_dir()).free
         if needed > free:
@@ -77,9 +93,9 @@ class Saver:
 
         `parts` are those that `save` gets, `model` among them. Raises RecordError if they do not fit.
         """
-        if not self.source:
+        if not self.done:
             return 0
-        state = _read(self.source)
+        state = _read(self.path)
         try:
             for key, part in parts.items():
                 part.load_state_dict(state["parts"][key])
@@ -87,7 +103,7 @@ class Saver:
             if state["random_cuda"] is not None:
                 torch.cuda.set_rng_state(state["random_cuda"], _device(parts))
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(self.source, error) from error
+            raise _damaged(self.path, error) from error
         return state["step"]
 
     def due(self, done: int) -> bool:
@@ -100,6 +116,7 @@ class Saver:
         state = {
             "version": STATE_VERSION,
             "step": done,
+            "planned": self.planned.model_dump_json(),
             "parts": {key: part.state_dict() for key, part in parts.items()},
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(_device(parts)) if on_cuda else None,
@@ -119,18 +136,39 @@ class Saver:
                 path.unlink(missing_ok=True)
 
 
+def planned(path: Path) -> tuple[RunRecord, int]:
+    """Return what a state's run was to be, as a record without results, and the steps done; reads no parameters.
+
+    Raises RecordError if the file is damaged, no state, or was given the name of another run.
+    """
+    state = _read(path, with_tensors=False)
+    return state["planned"], state["step"]
+
+
+def config_in(path: Path) -> tuple[Config, int]:
+    """Return a state's config, as resolved for its device, and its repeat. Raises RecordError, as `planned` does."""
+    if not path.is_file():
+        raise RecordError(f"no state {path.name} in {path.parent}; `python -m labutils runs` lists what is unfinished")
+    state = _read(path, with_tensors=False)
+    return state["config"], state["planned"].repeat
+
+
 def _device(parts: Mapping[str, Any]) -> torch.device:
     return next(parts["model"].parameters()).device
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, *, with_tensors: bool = True) -> dict[str, Any]:
     try:
         with ZipFile(path) as file:
-            if broken := file.testzip():  # torch does not look at the checksums it has written
+            if with_tensors and (broken := file.testzip()):  # torch does not look at the checksums it has written
                 raise ValueError(f"wrong checksum of {broken}")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not with_tensors)
         if state["version"] != STATE_VERSION or not isinstance(state["step"], int):
             raise ValueError(f"version {state['version']!r}, expected {STATE_VERSION}")
+        state["planned"] = record = RunRecord.model_validate_json(state["planned"])
+        state["config"] = config_of(record.config, path.name)
+        if not path.name.startswith(f"{record.name}-{record.experiment}-{record.repeat}-"):
+            raise ValueError("renamed: it is another run's")
     except OSError:
         raise
     except Exception as error:  # whatever a damaged zip file or pickle makes of torch's readers

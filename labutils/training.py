@@ -114,7 +114,7 @@ def train(
                 if to_save and not log.non_finite_in_a_row:
                     saver.save(parts, step + 1)
         except KeyboardInterrupt:
-            outcome, reason = "interrupted", f"stopped by Ctrl-C after {log.n_complete} of {steps} steps"
+            outcome, reason = "interrupted", f"stopped (Ctrl-C or SIGTERM) after {log.n_complete} of {steps} steps"
             optimizer.zero_grad(set_to_none=True)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory.recognised(error) or not log.n_complete or replicas.size > 1:

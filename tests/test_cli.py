@@ -136,7 +136,8 @@ def test_wrong_usage_exits_with_2_and_help_with_0(capsys):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_ctrl_c_ends_a_run_with_130_and_a_partial_record(runs):
+@pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_ends_a_run_with_130_and_a_partial_record(runs, stop):
     config_file = str(config_module.CONFIGS_DIR / "fp32_config.yaml")
     command = [sys.executable, "-m", "labutils", "run", config_file, *TINY, "--set", "steps=3000"]
     process = subprocess.Popen(
@@ -151,7 +152,7 @@ def test_ctrl_c_ends_a_run_with_130_and_a_partial_record(runs):
     while "loss " not in printed:  # the progress bar after some steps
         printed += (character := process.stdout.read(1))
         assert character, process.stderr.read()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.Signals[stop])
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     record = load_record("fp32")

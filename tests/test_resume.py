@@ -19,7 +19,7 @@ import labutils as lab
 from labutils import distributed, experiment
 from labutils import resume as resuming
 from labutils.cli import main
-from labutils.records import RecordError, state_files
+from labutils.records import RecordError, load_record, state_files
 from tests.helpers import CPU
 
 SMALL = {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 8, "lr_warmup_steps": 2}
@@ -119,7 +119,7 @@ def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
         experiment, "learning_rate_at", lambda step, config: real(step, config) if step < 2 else math.nan
     )
     assert start().outcome == "non_finite"
-    assert torch.load(state_files()[0], weights_only=True)["step"] == 2
+    assert resuming.planned(state_files()[0])[1] == 2
 
 
 def test_too_little_memory_does_not_make_a_state_a_damaged_one(state, monkeypatch):
@@ -154,15 +154,51 @@ def test_the_furthest_of_several_states_is_taken(runs, monkeypatch, capsys):
         start()
         monkeypatch.undo()
         monkeypatch.setenv("LABUTILS_RUNS", str(runs))
-    assert "state after step 2 is saved; --resume continues" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(f"continue with: python -m labutils run {path.name}\n" in printed for path in state_files())
+    assert "state after step 6 is saved" in printed and "state after step 2 is saved" in printed
     assert len(state_files()) == 2
-    assert start(resume=True).environment["resumed"] == "after step 6"
+    stop_at(monkeypatch, 7)
+    furthest, another = (path for step in (6, 2) for path in state_files() if resuming.planned(path)[1] == step)
+    start(resume=True, save_every=1)
+    assert resuming.planned(furthest)[1] == 7 and resuming.planned(another)[1] == 2  # it goes on in its own file
+    monkeypatch.undo()
+    monkeypatch.setenv("LABUTILS_RUNS", str(runs))
+    assert start(resume=True).environment["resumed"] == "after step 7"
     assert state_files() == []  # the experiment is complete
 
 
-def test_unfinished_runs_are_listed(state, capsys):
+def test_an_unfinished_run_is_listed_with_the_command_that_continues_it(state, capsys, monkeypatch, tmp_path):
     assert main(["runs"]) == 0
-    assert f"unfinished: {state.name} (" in capsys.readouterr().out
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("unfinished (4 of 8 steps, ")
+    monkeypatch.chdir(tmp_path)  # from any folder
+    assert main(line.partition("labutils ")[2].split()) == 0
+    assert load_record("short").environment["resumed"] == "after step 4"
+    assert state_files() == []
+
+
+@pytest.mark.parametrize("more", [["--set", "steps=9"], ["--repeat", "2"], ["--rerun"]])
+def test_a_state_is_continued_as_it_is(state, capsys, more):
+    assert main(["run", state.name, *more]) == 2
+    assert "a state continues its own run" in capsys.readouterr().err
+    assert state.exists()
+
+
+def test_a_state_that_is_not_there_or_renamed_is_named(state, capsys):
+    assert main(["run", "other.state"]) == 1
+    assert f"no state other.state in {state.parent}; `python -m labutils runs`" in capsys.readouterr().err
+    renamed = state.rename(state.with_name(state.name.replace("short-", "long-")))
+    assert main(["run", renamed.name]) == main(["runs"]) == 1
+    assert capsys.readouterr().err.count("renamed: it is another run's") == 2
+
+
+def test_a_damaged_state_does_not_hide_a_whole_one(state, capsys):
+    later = state.with_name(state.name[:-9] + "zzzz.state")
+    later.write_bytes(state.read_bytes()[:-100])
+    (state.parent / "a folder.state").mkdir()
+    assert start(resume=True).environment["resumed"] == "after step 4"
+    assert f"{later.name} is damaged" in capsys.readouterr().out
 
 
 def test_nothing_to_continue_begins(runs):
@@ -179,7 +215,7 @@ def state(runs, monkeypatch):
 
 
 def test_a_state_of_another_experiment_is_refused(state):
-    with pytest.raises(RecordError, match="is of another experiment: config, code"):
+    with pytest.raises(RecordError, match=r"is of another experiment: learning_rate was 0.002, now 0.0001\. Put"):
         start(resume=True, learning_rate=1e-4)
     assert state.exists()
     assert start(resume=True, save_every=0).environment["resumed"] == "after step 4"  # which changes no result
@@ -194,7 +230,7 @@ class Payload:
 
 
 @pytest.mark.parametrize(
-    "how", ["empty", "cut", "text", "pickle", "torch pickle", "version", "a flipped byte", "parts"]
+    "how", ["empty", "cut", "text", "pickle", "torch pickle", "version", "a flipped byte", "parts", "config"]
 )
 def test_a_damaged_or_foreign_state_is_refused_and_runs_no_code(state, tmp_path, how):
     good, marker = state.read_bytes(), tmp_path / "executed"
@@ -206,7 +242,9 @@ def test_a_damaged_or_foreign_state_is_refused_and_runs_no_code(state, tmp_path,
     elif how == "torch pickle":
         torch.save(content | {"random": Payload(marker)}, state)
     elif how == "version":
-        torch.save(content | {"version": 2}, state)
+        torch.save(content | {"version": 1}, state)
+    elif how == "config":
+        torch.save(content | {"planned": content["planned"].replace('"steps":8', '"steps":0')}, state)
     elif how == "parts":
         torch.save(content | {"parts": content["parts"] | {"model": {}}}, state)
     else:
