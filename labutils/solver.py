@@ -94,8 +94,8 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
 
     Searched: micro-batch size (the tokens per step stay: it accumulates), checkpointing, the loss in chunks, 16-bit
     precision if the device has it, and what is free. Of equal costs the fewest changes win. What changes the learning
-    comes last: pure BF16, then 8-bit moments with it, then, where nothing is clipped or accumulated, the optimizer
-    step in backward. If nothing fits, the smallest of all is returned; `Fit.fits` tells.
+    comes last: pure BF16, then 8-bit moments without it and with it, then, where nothing is clipped or accumulated, the
+    optimizer step in backward too. If nothing fits, the smallest of all is returned; `Fit.fits` tells.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
     resolved = resolve(config, device)
@@ -203,12 +203,13 @@ def _combinations(config: Config, device: str) -> Iterator[dict[str, Any]]:
         choices["loss_chunk_tokens"].append(CHUNK_TOKENS)
     for values in itertools.product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))
-        if changes["optimizer"] != config.optimizer and (
-            changes["precision"] != "pure_bf16" or not config.optimizer.startswith("adamw")
-        ):
+        if changes["optimizer"] != config.optimizer and not config.optimizer.startswith("adamw"):
             continue
         if changes["optimizer_in_backward"] != config.optimizer_in_backward and (
-            changes["optimizer"] != "adamw_8bit" or config.max_grad_norm or changes["micro_batch_size"] < sequences
+            changes["optimizer"] != "adamw_8bit"
+            or changes["precision"] == "fp16"
+            or config.max_grad_norm
+            or changes["micro_batch_size"] < sequences
         ):
             continue
         yield free | {key: value for key, value in changes.items() if getattr(config, key) != value}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import labutils as lab
@@ -127,10 +129,19 @@ def test_what_changes_the_learning_comes_last_and_a_step_in_backward_only_where_
     assert not any("optimizer_in_backward" in c for c in order(max_grad_norm=1.0))
     assert not any("optimizer_in_backward" in c for c in order(max_grad_norm=0.0, tokens_per_step=4096))
     assert not any("optimizer" in c for c in order(optimizer="sgd"))
-    inside = lab.load_config("fp32", **SMALL, max_grad_norm=0.0, optimizer_in_backward=True).on("cuda")
-    for card in ("a100", "t4"):  # whatever is proposed must be a config that can run
-        for changes in _candidates(inside, card):
-            assert inside.model_copy(update=changes).on("cuda")
+    for card, inside in itertools.product(("a100", "t4"), (True, False)):  # what is proposed must be able to run
+        config = lab.load_config("fp32", **SMALL, max_grad_norm=0.0, optimizer_in_backward=inside).on("cuda")
+        for changes in _candidates(config, card):
+            lab.load_config("fp32", **(SMALL | {"max_grad_norm": 0.0, "optimizer_in_backward": inside} | changes))
+
+
+def test_eight_bit_moments_are_found_where_there_are_no_fast_16_bit_products():
+    config = lab.load_config("fp32", **SMALL)
+    smallest = fit(config, 0.01, "cpu")
+    assert smallest.changes["optimizer"] == "adamw_8bit" and "precision" not in smallest.changes
+    without = config.model_copy(update={k: v for k, v in smallest.changes.items() if k != "optimizer"})
+    asked = needed_gib(predict_memory(without, "cpu"), "cpu")
+    assert fit(config, asked, "cpu").changes.keys() == smallest.changes.keys() - {"optimizer"}  # it comes last
 
 
 @slow
