@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from labutils.config import CONFIGS_DIR, NAME_PATTERN, ConfigError, find_config, load_config, parse_overrides
@@ -198,6 +199,12 @@ def _export(options: argparse.Namespace) -> int:
         if options.script.exists():
             print(f"{options.script} exists already; choose another name, or delete it first", file=sys.stderr)
             return 1
+        name = options.script.stem
+        taken = sys.stdlib_module_names | packages_distributions().keys() | {"cuda", "triton"}  # torch tries the last
+        if options.script.suffix != ".py" or name in taken:
+            problem = "hides the library of that name from Python" if name in taken else "is no name for a script"
+            print(f"{options.script} {problem}; choose another, train.py say", file=sys.stderr)
+            return 1
         if not options.script.parent.is_dir():
             raise FileNotFoundError(f"no such folder: {options.script.parent}")
         write_atomically(options.script, text.encode())
@@ -205,6 +212,8 @@ def _export(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     print(f"wrote {options.script}: {len(text.splitlines())} lines. Run: python {options.script}")
+    if config.save_every:
+        print("The script saves no states: save_every is not in it")
     return 0
 
 

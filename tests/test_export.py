@@ -217,8 +217,10 @@ def test_values_that_disagree_are_refused():
 
 def test_export_never_overwrites(tmp_path, capsys):
     path = tmp_path / "train.py"
-    assert main(["export", "bf16", str(path), "--device", "cuda", "--set", "steps=7"]) == 0
-    assert "lines" in capsys.readouterr().out
+    changes = ["--set", "steps=7", "--set", "save_every=2"]
+    assert main(["export", "bf16", str(path), "--device", "cuda", *changes]) == 0
+    printed = capsys.readouterr().out
+    assert "lines" in printed and "save_every is not in it" in printed
     assert 'DEVICE = "cuda"' in path.read_text() and "STEPS = 7 " in path.read_text()
     path.write_text("mine")
     assert main(["export", "fp32", str(path)]) == 1
@@ -230,6 +232,10 @@ def test_export_never_overwrites(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["fp32", "nowhere/train.py"], "nowhere"),
+        (["fp32", "torch.py"], "hides the library"),
+        (["fp32", "cuda.py"], "hides the library"),
+        (["fp32", "random.py"], "hides the library"),
+        (["fp32", "train"], "is no name for a script"),
         (["fp33", "train.py"], "no such file"),
         (["tf32", "train.py", "--device", "cpu"], "use fp32"),
         (["fp32", "train.py", "--set", "steps=0"], "`steps`"),
