@@ -24,6 +24,7 @@ from labutils.records import (
     load_record,
     load_repeats,
     readable,
+    require_room,
     runs_dir,
     state_files,
     write_atomically,
@@ -307,6 +308,8 @@ def _summary(records: Sequence[RunRecord]):
 
 
 def _runs(_: argparse.Namespace) -> int:
+    if runs_dir().exists() and not runs_dir().is_dir():
+        raise NotADirectoryError(f"{runs_dir()} is no folder; LABUTILS_RUNS names the folder of runs")
     records, damaged = find_runs()
     print(_summary(records).to_string() if records else f"no runs yet in {runs_dir()}")
     for path in state_files():
@@ -411,6 +414,7 @@ def _doctor(_: argparse.Namespace) -> int:
         answer = support(name, device)
         print(f"{name:15s} {'slow' if answer.slow else 'yes' if answer.ok else 'no':5s} {answer.reason}")
     print(f"{'runs':15s} {runs_dir()}")
+    require_room()
     if problem:
         print(f"\nA GPU is not used: {problem}", file=sys.stderr)
     elif device.type == "cpu":

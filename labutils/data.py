@@ -11,6 +11,7 @@ import itertools
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -167,7 +168,8 @@ def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator([text], trainer)
-    write_atomically(cached, tokenizer.to_str().encode())
+    with suppress(OSError):  # then the next process trains it again; a run will say that runs/ cannot be written
+        write_atomically(cached, tokenizer.to_str().encode())
     return tokenizer
 
 

@@ -83,8 +83,8 @@ def ways_out(config: Config, where: torch.device) -> str:
     needed = _amount((found[0].needed_gib - (CONTEXT_GIB if on_card else 0)) * GIB)
     if not found[0].changes and found[0].fits(budget):
         return (
-            f"By the ledger {config.name} needs {needed}, and {_amount(free * GIB)} are free: "
-            "something else held memory. Delete what you no longer need, or restart the kernel"
+            f"By the ledger {config.name} needs {needed}, and {_amount(free * GIB)} are free, so it fits: something "
+            "else asked for memory or held it. Make that smaller, delete what you no longer need, or restart the kernel"
         )
     if not found[0].changes:
         return f"None of the changes that the ledger tries makes it fit {_amount(free * GIB)}: take a smaller model"

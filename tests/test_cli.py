@@ -172,8 +172,10 @@ def test_runs_folder_that_is_a_file_is_a_clear_error(tmp_path, monkeypatch, caps
     blocked = tmp_path / "blocked"
     blocked.write_text("")
     monkeypatch.setenv("LABUTILS_RUNS", str(blocked))
-    assert main(["run", "fp32", *TINY]) == 1
-    assert "blocked" in capsys.readouterr().err
+    for command in (["run", "fp32", *TINY], ["doctor"], ["runs"]):
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert str(blocked) in error and "LABUTILS_RUNS names" in error
 
 
 def test_records_are_json_that_other_tools_read(runs):
