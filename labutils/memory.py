@@ -7,6 +7,7 @@ CUDA context or the Python process, so `nvidia-smi` and the task manager show mo
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import math
@@ -38,6 +39,24 @@ ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = "activations", "cast weights", 
 REST = "activations and temporaries"
 BORN_IN = {"forward": ACTIVATIONS, "loss": LOGITS}
 TIMELINE_POINTS = 400
+MMAP_THRESHOLD = 2**18  # bytes; see `return_freed_blocks`
+
+
+def return_freed_blocks() -> None:
+    """Let this process, and those it starts, give freed blocks of at least MMAP_THRESHOLD bytes back at once.
+
+    On a CPU with glibc; elsewhere nothing changes. Left alone, glibc keeps many of them for later: a GPT-2 step whose
+    tensors take 2.14 GiB made its process grow by 3.26 GiB, so by 2.24; its time grew by a third (on two AVX-512 cores,
+    small GPT-2's doubled). `MALLOC_MMAP_THRESHOLD_` is glibc's own name for this in the environment.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return
+    m_mmap_threshold = -3  # of malloc.h
+    libc.mallopt(m_mmap_threshold, MMAP_THRESHOLD)
+    libc.malloc_trim(0)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_THRESHOLD)
 
 
 def free_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 WAYS = 3
+ROOMY = 2  # times a CPU run's bytes: where so much is free, what the system's allocator keeps does not matter
 WORDS = (
     "can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -46,20 +48,34 @@ def _amount(n_bytes: float) -> str:
     return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:.0f} MiB"
 
 
+def spare_host_memory(config: Config, where: torch.device) -> None:
+    """On a CPU, where a resolved config takes much of what is free, let no freed block lie idle; say so, once."""
+    from labutils.device import free_bytes
+    from labutils.formula import closed_form
+    from labutils.memory import return_freed_blocks
+
+    short = where.type == "cpu" and ROOMY * closed_form(config).peak_bytes > free_bytes(where)
+    if short and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        return_freed_blocks()
+        print(f"{config.name}: memory is short, so each freed block goes back to the system at once: steps take longer")
+
+
 def require_host_memory(config: Config, where: torch.device) -> None:
     """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room: Linux would kill the whole process.
 
-    Estimated with the closed form. On CUDA nothing is asked: there the allocator says so in time.
+    By the ledger, if the closed form says that it is near. On CUDA nothing is asked: the allocator says no in time.
     """
     from labutils.device import free_bytes
     from labutils.formula import closed_form
+    from labutils.predict import predict_memory
+    from labutils.solver import needed_gib
 
-    if where.type != "cpu":
+    if where.type != "cpu" or ROOMY * closed_form(config).peak_bytes < free_bytes(where):
         return
-    needed, free = closed_form(config).peak_bytes, free_bytes(where)
-    if needed > free:
+    needed = needed_gib(predict_memory(config, "cpu"), "cpu") * GIB
+    if needed > (free := free_bytes(where)):  # asked again: predicting has taken some
         raise torch.OutOfMemoryError(
-            f"Tried to allocate {_amount(needed)} (closed form, not tried), of which {_amount(free)} is free"
+            f"Tried to allocate {_amount(needed)} (predicted, not tried), of which {_amount(free)} is free"
         )
 
 

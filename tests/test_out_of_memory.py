@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import device, experiment, out_of_memory, solver
+from labutils import device, experiment, memory, out_of_memory, solver
 from tests.helpers import CPU, REPO
 
 GIB = 2**30
@@ -70,11 +71,50 @@ def test_ways_out_fit_what_is_free(monkeypatch):
 
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     """Where memory is overcommitted, nothing would say no: the process would be killed."""
-    monkeypatch.setattr(device, "free_host_bytes", lambda: 40 * 2**20)
+    monkeypatch.setattr(memory, "return_freed_blocks", lambda: None)  # for the whole process
+    monkeypatch.setattr(device, "free_host_bytes", lambda: 70 * 2**20)  # enough, but for fragmentation
     monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("it trained"))
     record = lab.run_experiment(lab.load_config("fp32"), where=CPU, progress=False)
     assert record.outcome == "out_of_memory"
-    assert record.reason.startswith("asked for 55 MiB more, 40 MiB free. 40 MiB are free now. Cheapest ways out")
+    assert record.reason.startswith("asked for 75 MiB more, 70 MiB free. 70 MiB are free now. Cheapest ways out")
+
+
+GROWTH = """
+import psutil, sys, threading, time
+import labutils as lab
+from labutils import device
+
+if sys.argv[1] == "short":
+    device.free_host_bytes = lambda: 600 * 2**20
+config = lab.load_config("fp32", steps=4, lr_warmup_steps=0, micro_batch_size=32, tokens_per_step=4096)
+lab.predict_memory(config, "cpu")  # what it imports is counted neither way
+sizes, process = [], psutil.Process()
+
+def watch():
+    while True:
+        sizes.append(process.memory_info().rss)
+        time.sleep(0.002)
+
+threading.Thread(target=watch, daemon=True).start()
+before = process.memory_info().rss
+record = lab.run_experiment(config, progress=False)
+print(max(sizes) - before, record.memory.peak_bytes, record.environment.get("malloc"))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+def test_where_memory_is_short_the_process_grows_by_what_its_tensors_take(runs, monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+
+    def grown(memory: str) -> tuple[float, str]:
+        command = [sys.executable, "-c", GROWTH, memory]
+        answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        process, tensors, said = answer.split(maxsplit=2)
+        return int(process) / int(tensors), said
+
+    roomy, short = grown("roomy"), grown("short")
+    assert roomy[0] > short[0] + 0.1 and roomy[1] == "None"
+    assert short[0] < 1.25 and short[1] == "returns freed blocks of 262144 bytes"
 
 
 CELLS = """
