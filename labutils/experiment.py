@@ -148,7 +148,6 @@ def run_experiment(
         )
     if distributed.world_size() > 1 and (resume or resolved.save_every):
         raise ConfigError(f"{config.name}: `save_every`: states are saved in a single process only; set it to 0")
-    out_of_memory.spare_host_memory(resolved, where)
     stream, held_out, corpus, per_epoch = build_batches(resolved)
     identity = dict(
         name=config.name,

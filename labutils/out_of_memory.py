@@ -48,25 +48,15 @@ def _amount(n_bytes: float) -> str:
     return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:.0f} MiB"
 
 
-def spare_host_memory(config: Config, where: torch.device) -> None:
-    """On a CPU, where a resolved config takes much of what is free, let no freed block lie idle; say so, once."""
-    from labutils.device import free_bytes
-    from labutils.formula import closed_form
-    from labutils.memory import return_freed_blocks
-
-    short = where.type == "cpu" and ROOMY * closed_form(config).peak_bytes > free_bytes(where)
-    if short and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        return_freed_blocks()
-        print(f"{config.name}: memory is short, so each freed block goes back to the system at once: steps take longer")
-
-
 def require_host_memory(config: Config, where: torch.device) -> None:
     """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room: Linux would kill the whole process.
 
-    By the ledger, if the closed form says that it is near. On CUDA nothing is asked: the allocator says no in time.
+    By the ledger, if the closed form says that it is near; if it fits by little, freed blocks lie idle no more
+    (see `memory.return_freed_blocks`). On CUDA nothing is asked: there the allocator says no in time.
     """
     from labutils.device import free_bytes
     from labutils.formula import closed_form
+    from labutils.memory import return_freed_blocks
     from labutils.predict import predict_memory
     from labutils.solver import needed_gib
 
@@ -77,6 +67,9 @@ def require_host_memory(config: Config, where: torch.device) -> None:
         raise torch.OutOfMemoryError(
             f"Tried to allocate {_amount(needed)} (predicted, not tried), of which {_amount(free)} is free"
         )
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        return_freed_blocks()
+        print(f"{config.name}: memory is short: freed blocks go back to the system at once, so steps take longer")
 
 
 def ways_out(config: Config, where: torch.device) -> str:

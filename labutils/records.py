@@ -117,7 +117,8 @@ class RunRecord(_Part):
     def identity(self) -> dict[str, Any]:
         """What can change a run's results: of its config, the device and the versions; its text and code, hashed."""
         config = {k: v for k, v in self.config.items() if k not in ("note", "save_every")}
-        versions = {k: v for k, v in self.environment.items() if k not in ("commit", "torch.compile", "resumed")}
+        no_cause = ("commit", "torch.compile", "resumed", "malloc")  # of other losses
+        versions = {k: v for k, v in self.environment.items() if k not in no_cause}
         rest = {"name": self.name, "text": self.corpus, "code": self.code, "steps planned": self.steps_planned}
         return config | versions | rest
 
@@ -376,6 +377,7 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
         ("device", {r.environment.get("device", "") for r in records}),
         ("torch version", {r.environment.get("torch", "") for r in records}),
         ("transformers version", {r.environment.get("transformers", "") for r in records}),
+        ("malloc", {r.environment.get("malloc", "keeps freed blocks: faster steps") for r in records}),
         ("code version", {r.code for r in records}),
         ("corpus", {r.corpus for r in records}),
         ("tokens per step", {str(r.tokens_per_step) for r in records}),
