@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -156,13 +158,18 @@ def _gib(text: str) -> float:
 def _run(options: argparse.Namespace) -> int:
     repeats, resume = range(options.repeat), options.resume
     if options.config.endswith(".state"):
-        from labutils.resume import config_in
+        from labutils.resume import read_header
 
         if options.pairs or options.repeat > 1 or options.rerun:
             print("a state continues its own run: it takes no --set, --repeat or --rerun", file=sys.stderr)
             return 2
-        config, repeat = config_in(runs_dir() / Path(options.config).name)
-        repeats, resume = [repeat], True
+        path = runs_dir() / Path(options.config).name
+        if not path.is_file():
+            raise RecordError(
+                f"no state {path.name} in {runs_dir()}; `python -m labutils runs` lists what is unfinished"
+            )
+        header = read_header(path)
+        config, repeats, resume = header.config, [header.planned.repeat], True
     else:
         config = load_config(options.config, **parse_overrides(options.pairs))
     from labutils.data import DataError
@@ -313,15 +320,18 @@ def _runs(_: argparse.Namespace) -> int:
     records, damaged = find_runs()
     print(_summary(records).to_string() if records else f"no runs yet in {runs_dir()}")
     for path in state_files():
-        from labutils.resume import planned
+        from labutils.resume import read_header
 
         try:
-            record, done = planned(path)
-        except RecordError as error:
+            header, stat = read_header(path), path.stat()
+        except FileNotFoundError:  # the run has completed meanwhile
+            continue
+        except (RecordError, OSError) as error:
             damaged.append(str(error))
             continue
-        progress = f"{done} of {record.config['steps']} steps, {path.stat().st_size / 2**20:,.0f} MiB"
-        print(f"unfinished ({progress}): python -m labutils run {path.name}")
+        saved = f"{datetime.fromtimestamp(stat.st_mtime):%Y-%m-%d %H:%M}, {stat.st_size / 2**20:,.0f} MiB"
+        print(f"unfinished, or still running: {header.step} of {header.steps} steps, saved {saved}; continue with:")
+        print(f"  python -m labutils run {shlex.quote(path.name)}")
     for line in damaged:
         print(line, file=sys.stderr)
     return 1 if damaged else 0
@@ -414,11 +424,11 @@ def _doctor(_: argparse.Namespace) -> int:
         answer = support(name, device)
         print(f"{name:15s} {'slow' if answer.slow else 'yes' if answer.ok else 'no':5s} {answer.reason}")
     print(f"{'runs':15s} {runs_dir()}")
-    require_room()
     if problem:
         print(f"\nA GPU is not used: {problem}", file=sys.stderr)
     elif device.type == "cpu":
         print(f"\nNo NVIDIA GPU found. Everything runs on the CPU, with smaller sizes. torch: {torch.__version__}")
+    require_room()
     return 1 if problem else 0
 
 

@@ -328,14 +328,6 @@ def _expected(key: str, error: Mapping[str, Any]) -> str:
     return f"`{key}`: {expected}, got {shown}"
 
 
-def config_of(values: Mapping[str, Any], label: str) -> Config:
-    """Return the config with these values, which a record holds, checked as a file's. Raises ConfigError."""
-    source = _Source(label)
-    _validate(dict(values), source)
-    source.raise_if_any()
-    return Config.model_validate(values)
-
-
 def _field_errors(values: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return (key, pydantic's error) for each value that is wrong by itself, missing or unknown."""
     try:

@@ -156,8 +156,9 @@ def _own_text(path: Path) -> str:
 def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
     key = hashlib.sha256(f"{vocab_size} {text}".encode()).hexdigest()[:16]
     cached = runs_dir() / "cache" / f"bpe-{key}.json"
-    if cached.exists():
-        return Tokenizer.from_str(cached.read_text(encoding="utf-8"))
+    with suppress(OSError):  # without a cache each process trains it; a run will say what is wrong with runs/
+        if cached.exists():
+            return Tokenizer.from_str(cached.read_text(encoding="utf-8"))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -168,7 +169,7 @@ def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator([text], trainer)
-    with suppress(OSError):  # then the next process trains it again; a run will say that runs/ cannot be written
+    with suppress(OSError):
         write_atomically(cached, tokenizer.to_str().encode())
     return tokenizer
 

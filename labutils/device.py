@@ -240,7 +240,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    if threshold := os.environ.get("MALLOC_MMAP_THRESHOLD_"):  # steps are slower: see `memory.return_freed_blocks`
+    if threshold := os.environ.get(memory.MALLOC):  # steps are slower: see `memory.return_freed_blocks`
         facts["malloc"] = f"returns freed blocks of {threshold} bytes"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -55,6 +55,11 @@ def n_parameters(model: str, seq_len: int = 1024, pad_vocab: bool = False) -> in
     return 12 * n_layer * width**2 + 13 * n_layer * width + (vocab + max(seq_len, 1024)) * width + 2 * width
 
 
+def on_a_cpu(config: Config) -> Config:
+    """Return a config with the attention that a CPU takes for it: none of its fused kernels drops out."""
+    return config.model_copy(update={"attention": "math"}) if config.dropout else config
+
+
 def closed_form(config: Config) -> MemoryLedger:
     """Return the closed form's ledger of a config on a CUDA card, with fused (flash or memory-efficient) attention."""
     n_layer, n_head, width, vocab = models.SIZES[config.model]

@@ -39,24 +39,30 @@ ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = "activations", "cast weights", 
 REST = "activations and temporaries"
 BORN_IN = {"forward": ACTIVATIONS, "loss": LOGITS}
 TIMELINE_POINTS = 400
-MMAP_THRESHOLD = 2**18  # bytes; see `return_freed_blocks`
+MALLOC, MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", 2**18  # bytes; see `return_freed_blocks`
 
 
-def return_freed_blocks() -> None:
-    """Let this process, and those it starts, give freed blocks of at least MMAP_THRESHOLD bytes back at once.
-
-    On a CPU with glibc; elsewhere nothing changes. Left alone, glibc keeps many of them for later: a GPT-2 step whose
-    tensors take 2.14 GiB made its process grow by 3.26 GiB, so by 2.24; its time grew by a third (on two AVX-512 cores,
-    small GPT-2's doubled). `MALLOC_MMAP_THRESHOLD_` is glibc's own name for this in the environment.
-    """
+def _libc() -> ctypes.CDLL | None:
     try:
-        libc = ctypes.CDLL("libc.so.6")
+        return ctypes.CDLL("libc.so.6")  # glibc
     except OSError:
-        return
-    m_mmap_threshold = -3  # of malloc.h
-    libc.mallopt(m_mmap_threshold, MMAP_THRESHOLD)
-    libc.malloc_trim(0)
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_THRESHOLD)
+        return None
+
+
+def return_freed_blocks(on: bool = True) -> bool:
+    """Let this process, and those it starts, give freed blocks of at least MMAP_THRESHOLD bytes back at once, or not.
+
+    Return whether that was done: only glibc can. Left alone it keeps many for later: a GPT-2 step whose tensors
+    take 2.14 GiB made its process grow by 3.26 GiB, so by 2.24; its time grew by a third (on two AVX-512 cores; small
+    GPT-2's doubled). MALLOC is glibc's own name for this in the environment.
+    """
+    m_mmap_threshold, threshold = -3, MMAP_THRESHOLD if on else 2**25  # of malloc.h; what glibc comes to by itself
+    done = (libc := _libc()) is not None and libc.mallopt(m_mmap_threshold, threshold) == 1
+    if done:
+        os.environ.pop(MALLOC, None)
+    if done and on:
+        os.environ[MALLOC] = str(threshold)
+    return done
 
 
 def free_memory() -> None:
@@ -64,7 +70,7 @@ def free_memory() -> None:
 
     The traceback of an error keeps the local variables of every function it has passed, tensors among them; IPython
     keeps the traceback until the next error. (So `%debug` finds no variables after this.) Were peak statistics reset
-    before the garbage is collected, the new peak would start with it. On a CPU there is nothing to return or reset.
+    before the garbage is collected, the new peak would start with it. On a CPU glibc gives back what it can.
     """
     errors, seen = [getattr(sys, "last_value", None)], set()
     while errors:
@@ -77,6 +83,8 @@ def free_memory() -> None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             frame.f_locals  # noqa: B018 (before Python 3.13 a debugger's copy of the variables; reading it renews it)
     gc.collect()
+    if libc := _libc():
+        libc.malloc_trim(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -55,20 +55,24 @@ def require_host_memory(config: Config, where: torch.device) -> None:
     (see `memory.return_freed_blocks`). On CUDA nothing is asked: there the allocator says no in time.
     """
     from labutils.device import free_bytes
-    from labutils.formula import closed_form
-    from labutils.memory import return_freed_blocks
+    from labutils.formula import closed_form, on_a_cpu
+    from labutils.memory import MALLOC, MMAP_THRESHOLD, free_memory, return_freed_blocks
     from labutils.predict import predict_memory
     from labutils.solver import needed_gib
 
-    if where.type != "cpu" or ROOMY * closed_form(config).peak_bytes < free_bytes(where):
+    if where.type != "cpu":
+        return
+    if ROOMY * closed_form(on_a_cpu(config)).peak_bytes < free_bytes(where):
+        if os.environ.get(MALLOC) == str(MMAP_THRESHOLD):  # an earlier run's
+            return_freed_blocks(False)
         return
     needed = needed_gib(predict_memory(config, "cpu"), "cpu") * GIB
-    if needed > (free := free_bytes(where)):  # asked again: predicting has taken some
+    free_memory()
+    if needed > (free := free_bytes(where)):  # asked again: predicting has taken some, and more may be free now
         raise torch.OutOfMemoryError(
             f"Tried to allocate {_amount(needed)} (predicted, not tried), of which {_amount(free)} is free"
         )
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        return_freed_blocks()
+    if return_freed_blocks():
         print(f"{config.name}: memory is short: freed blocks go back to the system at once, so steps take longer")
 
 

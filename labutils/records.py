@@ -117,8 +117,7 @@ class RunRecord(_Part):
     def identity(self) -> dict[str, Any]:
         """What can change a run's results: of its config, the device and the versions; its text and code, hashed."""
         config = {k: v for k, v in self.config.items() if k not in ("note", "save_every")}
-        no_cause = ("commit", "torch.compile", "resumed", "malloc")  # of other losses
-        versions = {k: v for k, v in self.environment.items() if k not in no_cause}
+        versions = {k: v for k, v in self.environment.items() if k not in ("commit", "torch.compile", "resumed")}
         rest = {"name": self.name, "text": self.corpus, "code": self.code, "steps planned": self.steps_planned}
         return config | versions | rest
 
@@ -154,7 +153,7 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) 
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "w+b") as file:
             content(file) if callable(content) else file.write(content)
             file.flush()
             os.fsync(file.fileno())

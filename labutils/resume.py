@@ -6,17 +6,19 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 from zipfile import ZipFile
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from labutils import out_of_memory
-from labutils.config import Config, config_of
+from labutils.config import Config
 from labutils.records import RecordError, RunRecord, runs_dir, state_files, write_atomically
 
-STATE_VERSION = 2
+HEADER = "archive/run.json"  # in the zip file that torch writes
+LONGEST_HEADER = 2**20  # bytes
 COPIES = 3  # of the parameters in a state, at most: with AdamW's two moments
 
 
@@ -35,33 +37,38 @@ class Saver:
     """
 
     def __init__(self, planned: RunRecord, every: int, run_id: str) -> None:
-        self.planned = planned.model_copy(update={"steps_planned": 0})  # a slow machine plans fewer, by a noisy probe
+        self.steps = planned.steps_planned
+        same = {key: value for key, value in planned.environment.items() if key != "malloc"}  # whatever that is
+        # a slow machine plans fewer steps, by a noisy probe
+        self.planned = planned = planned.model_copy(update={"steps_planned": 0, "environment": same})
         self.every, self.name, self.done = every, planned.name, 0
-        self.experiment = f"{self.name}-{self.planned.experiment}-"
+        self.experiment = f"{self.name}-{planned.experiment}-"
         self.run = f"{self.experiment}{planned.repeat}-"
         self.path = runs_dir() / f"{self.run}{run_id}.state"
         self.left = [path for path in state_files(self.name) if path.name.startswith(self.run)]
+        self.source: Path | None = None  # what `find` has found, until a newer state is saved
 
     def find(self) -> int:
-        """Look for this run's furthest state, which the next will replace, and return its steps; 0 if there is none.
+        """Look for this run's furthest state, and return its steps; 0 if there is none.
 
         Raises RecordError if none of this experiment's is whole, or if those there are belong to other experiments.
         """
         files, damaged = state_files(self.name), []
         for path in self.left:
             try:
-                step = _read(path)["step"]
-            except RecordError as error:
+                step = read_header(path).step
+                _read(path)
+            except (RecordError, OSError) as error:
                 damaged.append(error)
                 continue
             if step > self.done:
-                self.path, self.done = path, step
-        if damaged and not self.done:
+                self.source, self.done = path, step
+        if damaged and not self.source:
             raise damaged[0]
         for error in damaged:
             print(f"{self.name}: {error}; another state is whole")
         if files and not any(path.name.startswith(self.experiment) for path in files):
-            there, here = planned(files[-1])[0].identity, self.planned.identity
+            there, here = read_header(files[-1]).planned.identity, self.planned.identity
             unequal = [key for key in here | there if here.get(key) != there.get(key)]
             raise RecordError(
                 f"{files[-1].name} is of another experiment: "
@@ -73,13 +80,13 @@ class Saver:
     @property
     def command(self) -> str:
         """What continues from the state that there is."""
-        return f"python -m labutils run {self.path.name}"
+        return f"python -m labutils run {(self.source or self.path).name}"
 
     def require_room(self, model: nn.Module) -> None:
         """Raise OSError if the disk has no room for two states of a model, the last and the next (if there is none)."""
         if not self.every:
             return
-        states = 1 if self.done else 2
+        states = 1 if self.source else 2
         needed = states * COPIES * sum(p.numel() * p.element_size() for p in model.parameters())
         free = shutil.disk_usage(runs_dir()).free
         if needed > free:
@@ -93,9 +100,9 @@ class Saver:
 
         `parts` are those that `save` gets, `model` among them. Raises RecordError if they do not fit.
         """
-        if not self.done:
+        if not self.source:
             return 0
-        state = _read(self.path)
+        state = _read(self.source)
         try:
             for key, part in parts.items():
                 part.load_state_dict(state["parts"][key])
@@ -103,8 +110,8 @@ class Saver:
             if state["random_cuda"] is not None:
                 torch.cuda.set_rng_state(state["random_cuda"], _device(parts))
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(self.path, error) from error
-        return state["step"]
+            raise _damaged(self.source, error) from error
+        return self.done
 
     def due(self, done: int) -> bool:
         """Whether the state after `done` steps is to be saved."""
@@ -114,16 +121,23 @@ class Saver:
         """Save the state after `done` steps. On a full disk say so, keep the older state, and go on."""
         on_cuda = _device(parts).type == "cuda"
         state = {
-            "version": STATE_VERSION,
-            "step": done,
-            "planned": self.planned.model_dump_json(),
             "parts": {key: part.state_dict() for key, part in parts.items()},
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state(_device(parts)) if on_cuda else None,
         }
+        header = Header(step=done, steps=self.steps, planned=self.planned)
+
+        def write(file: BinaryIO) -> None:
+            torch.save(state, file)
+            with ZipFile(file, "a") as archive:
+                archive.writestr(HEADER, header.model_dump_json())
+
         try:
-            write_atomically(self.path, lambda file: torch.save(state, file))
+            write_atomically(self.path, write)
             self.done = done
+            if self.source:
+                self.source.unlink(missing_ok=True)
+                self.source = None
         except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of what stops it
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
@@ -136,44 +150,56 @@ class Saver:
                 path.unlink(missing_ok=True)
 
 
-def planned(path: Path) -> tuple[RunRecord, int]:
-    """Return what a state's run was to be, as a record without results, and the steps done; reads no parameters.
+class Header(BaseModel):
+    """What a state is of, readable without its parameters. `planned` is the run's record, without results."""
 
-    Raises RecordError if the file is damaged, no state, or was given the name of another run.
-    """
-    state = _read(path, with_tensors=False)
-    return state["planned"], state["step"]
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[2] = 2
+    step: int = Field(ge=1)  # steps done
+    steps: int = Field(ge=1)  # of the whole run
+    planned: RunRecord
+
+    @property
+    def config(self) -> Config:
+        """The run's config, as resolved for its device."""
+        return Config.model_validate(self.planned.config)
 
 
-def config_in(path: Path) -> tuple[Config, int]:
-    """Return a state's config, as resolved for its device, and its repeat. Raises RecordError, as `planned` does."""
-    if not path.is_file():
-        raise RecordError(f"no state {path.name} in {path.parent}; `python -m labutils runs` lists what is unfinished")
-    state = _read(path, with_tensors=False)
-    return state["config"], state["planned"].repeat
+def read_header(path: Path) -> Header:
+    """Return what a state is of. Raises OSError, or RecordError if it is damaged, no state, or renamed."""
+    try:
+        with ZipFile(path) as archive:
+            if archive.getinfo(HEADER).file_size > LONGEST_HEADER:
+                raise ValueError("its header is too long")
+            header = Header.model_validate_json(archive.read(HEADER))
+        run = header.planned
+        if not path.name.startswith(f"{run.name}-{run.experiment}-{run.repeat}-"):
+            raise ValueError("renamed: it is another run's")
+        if header.config.name != run.name:
+            raise ValueError("its config is another run's")
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged zip file makes of its reader
+        raise _damaged(path, error) from error
+    return header
 
 
 def _device(parts: Mapping[str, Any]) -> torch.device:
     return next(parts["model"].parameters()).device
 
 
-def _read(path: Path, *, with_tensors: bool = True) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
+    read_header(path)
     try:
-        with ZipFile(path) as file:
-            if with_tensors and (broken := file.testzip()):  # torch does not look at the checksums it has written
+        with ZipFile(path) as archive:
+            if broken := archive.testzip():  # torch does not look at the checksums it has written
                 raise ValueError(f"wrong checksum of {broken}")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not with_tensors)
-        if state["version"] != STATE_VERSION or not isinstance(state["step"], int):
-            raise ValueError(f"version {state['version']!r}, expected {STATE_VERSION}")
-        state["planned"] = record = RunRecord.model_validate_json(state["planned"])
-        state["config"] = config_of(record.config, path.name)
-        if not path.name.startswith(f"{record.name}-{record.experiment}-{record.repeat}-"):
-            raise ValueError("renamed: it is another run's")
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # whatever a damaged zip file or pickle makes of torch's readers
+    except Exception as error:  # whatever a damaged pickle makes of torch's reader
         raise _damaged(path, error) from error
-    return state
 
 
 def _damaged(path: Path, error: Exception) -> Exception:

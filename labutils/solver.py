@@ -13,7 +13,7 @@ import torch
 from labutils import models
 from labutils.config import Config, load_config
 from labutils.device import choose_device, free_bytes
-from labutils.formula import closed_form, n_parameters
+from labutils.formula import closed_form, n_parameters, on_a_cpu
 from labutils.predict import CONTEXT_GIB, Sweep, card_named, resolve
 from labutils.records import MemoryLedger
 
@@ -299,7 +299,7 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     device = "cpu" if where.type == "cpu" else "this"
     first = resolve(configs[0], device)
     budget = free_bytes(where) / 2**30 + (0 if device == "cpu" else CONTEXT_GIB)
-    if ROUGHLY * needed_gib(closed_form(first), device) < budget:
+    if ROUGHLY * needed_gib(closed_form(on_a_cpu(first) if device == "cpu" else first), device) < budget:
         return configs
     sweep, sequences = Sweep(first, device), first.tokens_per_step // first.seq_len
     sizes = [n for n in range(first.micro_batch_size, 0, -1) if sequences % n == 0]

@@ -11,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
         experiment, "learning_rate_at", lambda step, config: real(step, config) if step < 2 else math.nan
     )
     assert start().outcome == "non_finite"
-    assert resuming.planned(state_files()[0])[1] == 2
+    assert resuming.read_header(state_files()[0]).step == 2
 
 
 def test_too_little_memory_does_not_make_a_state_a_damaged_one(state, monkeypatch):
@@ -159,9 +160,8 @@ def test_the_furthest_of_several_states_is_taken(runs, monkeypatch, capsys):
     assert "state after step 6 is saved" in printed and "state after step 2 is saved" in printed
     assert len(state_files()) == 2
     stop_at(monkeypatch, 7)
-    furthest, another = (path for step in (6, 2) for path in state_files() if resuming.planned(path)[1] == step)
     start(resume=True, save_every=1)
-    assert resuming.planned(furthest)[1] == 7 and resuming.planned(another)[1] == 2  # it goes on in its own file
+    assert sorted(resuming.read_header(path).step for path in state_files()) == [2, 7]  # 7 in place of 6
     monkeypatch.undo()
     monkeypatch.setenv("LABUTILS_RUNS", str(runs))
     assert start(resume=True).environment["resumed"] == "after step 7"
@@ -170,8 +170,8 @@ def test_the_furthest_of_several_states_is_taken(runs, monkeypatch, capsys):
 
 def test_an_unfinished_run_is_listed_with_the_command_that_continues_it(state, capsys, monkeypatch, tmp_path):
     assert main(["runs"]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("unfinished (4 of 8 steps, ")
+    *_, about, line = capsys.readouterr().out.splitlines()
+    assert about.startswith("unfinished, or still running: 4 of 8 steps, saved 20")
     monkeypatch.chdir(tmp_path)  # from any folder
     assert main(line.partition("labutils ")[2].split()) == 0
     assert load_record("short").environment["resumed"] == "after step 4"
@@ -229,32 +229,56 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize(
-    "how", ["empty", "cut", "text", "pickle", "torch pickle", "version", "a flipped byte", "parts", "config"]
-)
+def rewrite(path: Path, content: dict, header: resuming.Header) -> None:
+    with path.open("w+b") as file:
+        torch.save(content, file)
+        with ZipFile(file, "a") as archive:
+            archive.writestr(resuming.HEADER, header.model_dump_json())
+
+
+DAMAGE = {
+    "empty": "BadZipFile",
+    "cut": "BadZipFile",
+    "text": "BadZipFile",
+    "pickle": "BadZipFile",
+    "no header": "KeyError",
+    "torch pickle": "UnpicklingError: Weights only load failed",
+    "version": "ValidationError",
+    "a flipped byte": "ValueError: wrong checksum",
+    "parts": r"RuntimeError: Error\(s\) in loading",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_or_foreign_state_is_refused_and_runs_no_code(state, tmp_path, how):
     good, marker = state.read_bytes(), tmp_path / "executed"
-    content = torch.load(state, weights_only=True)
-    if how in ("empty", "cut", "text"):
-        state.write_bytes({"empty": b"", "cut": good[: len(good) // 2], "text": b'{"step": 3}'}[how])
-    elif how == "pickle":
+    content, header = torch.load(state, weights_only=True), resuming.read_header(state)
+    middle = len(good) // 2
+    if how == "pickle":
         state.write_bytes(pickle.dumps(Payload(marker), protocol=2))
+    elif how == "no header":
+        torch.save(content, state)
     elif how == "torch pickle":
-        torch.save(content | {"random": Payload(marker)}, state)
+        rewrite(state, content | {"random": Payload(marker)}, header)
     elif how == "version":
-        torch.save(content | {"version": 1}, state)
-    elif how == "config":
-        torch.save(content | {"planned": content["planned"].replace('"steps":8', '"steps":0')}, state)
+        rewrite(state, content, header.model_copy(update={"version": 1}))
     elif how == "parts":
-        torch.save(content | {"parts": content["parts"] | {"model": {}}}, state)
+        rewrite(state, content | {"parts": content["parts"] | {"model": {}}}, header)
     else:
-        middle = len(good) // 2
-        state.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
-    with pytest.raises(
-        RecordError, match=rf"^{state.name.replace('+', '.')} is damaged, or no saved state .*; delete it"
-    ):
+        flipped = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
+        state.write_bytes({"empty": b"", "cut": good[:middle], "text": b'{"step": 3}'}.get(how, flipped))
+    with pytest.raises(RecordError, match=rf"^{state.name} is damaged, or no saved state \({DAMAGE[how]}.*; delete it"):
         start(resume=True)
     assert not marker.exists()
+
+
+def test_a_state_whose_config_is_none_is_refused(state):
+    header = resuming.read_header(state)
+    planned = header.planned.model_copy(update={"config": header.planned.config | {"steps": 0}})
+    path = state.with_name(f"short-{planned.experiment}-0-1.state")
+    rewrite(path, {}, header.model_copy(update={"planned": planned}))
+    with pytest.raises(RecordError, match="1 validation error for Config"):
+        resuming.read_header(path)
 
 
 def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys):
