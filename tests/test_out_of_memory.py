@@ -13,7 +13,7 @@ import torch
 import labutils as lab
 from labutils import device, experiment, out_of_memory, solver
 from labutils.formula import closed_form, on_a_cpu
-from tests.helpers import CPU, REPO
+from tests.helpers import CPU, REPO, slow
 
 GIB = 2**30
 
@@ -112,6 +112,7 @@ print(max(sizes) - before, record.memory.peak_bytes, record.environment.get("mal
 """
 
 
+@slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 def test_where_memory_is_short_the_process_grows_by_what_its_tensors_take(runs, monkeypatch):
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)

@@ -139,9 +139,6 @@ def test_eight_bit_moments_are_found_where_there_are_no_fast_16_bit_products():
     config = lab.load_config("fp32", **SMALL)
     smallest = fit(config, 0.01, "cpu")
     assert smallest.changes["optimizer"] == "adamw_8bit" and "precision" not in smallest.changes
-    without = config.model_copy(update={k: v for k, v in smallest.changes.items() if k != "optimizer"})
-    asked = needed_gib(predict_memory(without, "cpu"), "cpu")
-    assert fit(config, asked, "cpu").changes.keys() == smallest.changes.keys() - {"optimizer"}  # it comes last
 
 
 @slow
