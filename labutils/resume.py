@@ -136,7 +136,8 @@ class Saver:
             write_atomically(self.path, write)
             self.done = done
             if self.source:
-                self.source.unlink(missing_ok=True)
+                with suppress(OSError):  # another user's
+                    self.source.unlink(missing_ok=True)
                 self.source = None
         except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of what stops it
             if isinstance(error.__context__, KeyboardInterrupt):
@@ -190,7 +191,6 @@ def _device(parts: Mapping[str, Any]) -> torch.device:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    read_header(path)
     try:
         with ZipFile(path) as archive:
             if broken := archive.testzip():  # torch does not look at the checksums it has written
