@@ -319,9 +319,10 @@ def _runs(_: argparse.Namespace) -> int:
         raise NotADirectoryError(f"{runs_dir()} is no folder; LABUTILS_RUNS names the folder of runs")
     records, damaged = find_runs()
     print(_summary(records).to_string() if records else f"no runs yet in {runs_dir()}")
-    for path in state_files():
-        from labutils.resume import read_header
-
+    states = state_files()
+    if states:
+        from labutils.resume import read_header  # and torch
+    for path in states:
         try:
             header, stat = read_header(path), path.stat()
         except FileNotFoundError:  # the run has completed meanwhile

@@ -148,6 +148,7 @@ def run_experiment(
         )
     if distributed.world_size() > 1 and (resume or resolved.save_every):
         raise ConfigError(f"{config.name}: `save_every`: states are saved in a single process only; set it to 0")
+    is_short = out_of_memory.spare_host_memory(resolved, where)  # before the environment is asked, which says so
     stream, held_out, corpus, per_epoch = build_batches(resolved)
     identity = dict(
         name=config.name,
@@ -178,6 +179,8 @@ def run_experiment(
         empty = empty.model_copy(update={"environment": empty.environment | resumed})
     if progress:
         _announce(config, where, steps, resolved.steps, answer.reason)
+        if is_short and "malloc" in empty.environment:  # only glibc can
+            print(f"{config.name}: memory is short, so freed blocks go back to the system at once: steps take longer")
         if resume:
             none = "begins at step 0: it has no saved state"
             none += "; `python -m labutils runs` lists those of other runs" if state_files() else ""
@@ -188,7 +191,8 @@ def run_experiment(
             print(f"{config.name}: begins at step 0; an unfinished run has left a state: --resume would continue it")
     try:
         with memory.memory_limit(resolved.memory_limit_gib, where):
-            out_of_memory.require_host_memory(resolved, where)
+            if is_short:
+                out_of_memory.require_host_memory(resolved, where)
             record = _train_and_measure(resolved, where, steps, stream, held_out, saver, progress)
         record = record.model_copy(update={"environment": record.environment | empty.environment})
     except (RuntimeError, MemoryError) as error:

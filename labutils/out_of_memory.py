@@ -48,32 +48,39 @@ def _amount(n_bytes: float) -> str:
     return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:.0f} MiB"
 
 
-def require_host_memory(config: Config, where: torch.device) -> None:
-    """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room: Linux would kill the whole process.
+def spare_host_memory(config: Config, where: torch.device) -> bool:
+    """On a CPU, let freed blocks lie idle only if a resolved config takes little of what is free; return if it is much.
 
-    By the ledger, if the closed form says that it is near; if it fits by little, freed blocks lie idle no more
-    (see `memory.return_freed_blocks`). On CUDA nothing is asked: there the allocator says no in time.
+    By the closed form. See `memory.return_freed_blocks`.
     """
     from labutils.device import free_bytes
     from labutils.formula import closed_form, on_a_cpu
-    from labutils.memory import MALLOC, MMAP_THRESHOLD, free_memory, return_freed_blocks
+    from labutils.memory import MALLOC, MMAP_THRESHOLD, return_freed_blocks
+
+    if where.type != "cpu":
+        return False
+    near = ROOMY * closed_form(on_a_cpu(config)).peak_bytes > free_bytes(where)
+    if near != (os.environ.get(MALLOC) == str(MMAP_THRESHOLD)):
+        return_freed_blocks(near)
+    return near
+
+
+def require_host_memory(config: Config, where: torch.device) -> None:
+    """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room: Linux would kill the whole process.
+
+    By the ledger, which takes seconds. For a CPU only: CUDA's allocator says no in time.
+    """
+    from labutils.device import free_bytes
+    from labutils.memory import free_memory
     from labutils.predict import predict_memory
     from labutils.solver import needed_gib
 
-    if where.type != "cpu":
-        return
-    if ROOMY * closed_form(on_a_cpu(config)).peak_bytes < free_bytes(where):
-        if os.environ.get(MALLOC) == str(MMAP_THRESHOLD):  # an earlier run's
-            return_freed_blocks(False)
-        return
     needed = needed_gib(predict_memory(config, "cpu"), "cpu") * GIB
     free_memory()
-    if needed > (free := free_bytes(where)):  # asked again: predicting has taken some, and more may be free now
+    if needed > (free := free_bytes(where)):
         raise torch.OutOfMemoryError(
             f"Tried to allocate {_amount(needed)} (predicted, not tried), of which {_amount(free)} is free"
         )
-    if return_freed_blocks():
-        print(f"{config.name}: memory is short: freed blocks go back to the system at once, so steps take longer")
 
 
 def ways_out(config: Config, where: torch.device) -> str:

@@ -112,6 +112,22 @@ print(max(sizes) - before, record.memory.peak_bytes, record.environment.get("mal
 """
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+def test_each_run_says_how_its_own_memory_was_given_back(runs, monkeypatch):
+    """What one short of memory has switched on is off in the next, in glibc and in the record."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "")
+    config = lab.load_config("fp32", steps=3, lr_warmup_steps=0)
+    for mib in (2000, 120, 2000):
+        monkeypatch.setattr(device, "free_host_bytes", lambda mib=mib: mib * 2**20)
+        record = lab.run_experiment(config, where=CPU, progress=False)
+        assert ("malloc" in record.environment) == (mib == 120)
+        assert bool(os.environ.get("MALLOC_MMAP_THRESHOLD_")) == (mib == 120)
+    assert len(list(runs.glob("*.json"))) == 2  # the third is the first one's equal
+    monkeypatch.setattr(device, "free_host_bytes", lambda: 120 * 2**20)
+    assert "malloc" in lab.run_experiment(config, where=CPU, progress=False).environment
+    assert len(list(runs.glob("*.json"))) == 2
+
+
 @slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 def test_where_memory_is_short_the_process_grows_by_what_its_tensors_take(runs, monkeypatch):
