@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from labutils import precision
+from labutils.cards import card_named, resolve
 from labutils.config import Config, ConfigError
-from labutils.predict import CPU, card_named, predict_memory, resolve
+from labutils.predict import CPU, predict_memory
 from labutils.records import MIB, RunRecord
 from labutils.solver import CHUNK_TOKENS, FREE, costs, time_cost
 

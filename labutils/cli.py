@@ -19,6 +19,7 @@ from pathlib import Path
 from labutils.config import CONFIGS_DIR, NAME_PATTERN, ConfigError, find_config, load_config, parse_overrides
 from labutils.records import (
     REPO_DIR,
+    MemoryLedger,
     RecordError,
     RunRecord,
     compare,
@@ -231,9 +232,10 @@ def _predict(options: argparse.Namespace) -> int:
 
     import pandas as pd
 
+    from labutils.cards import CONTEXT_GIB, card_named
     from labutils.precision import PrecisionUnsupported
-    from labutils.predict import CONTEXT_GIB, card_named, predict_memory
-    from labutils.solver import fit, needed_gib
+    from labutils.predict import needed_gib, predict_memory
+    from labutils.solver import fit
 
     try:
         ledger = predict_memory(config, options.device)
@@ -251,6 +253,8 @@ def _predict(options: argparse.Namespace) -> int:
         answer = {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase, "categories": ledger.categories}
         answer |= {"phases": ledger.phases, "method": ledger.method, "device": options.device, "fits": fits}
         answer |= {"needed_gib": needed, "budget_gib": budget}
+        allocator = ("reserved_bytes", "reserved_expandable_bytes", "needed_bytes", "needed_expandable_bytes")
+        answer |= {key: getattr(ledger, key) for key in allocator}
         if found:
             answer["fit"] = {"fits": found.fits(budget), "changes": found.changes, "costs": found.costs}
             answer["fit"] |= {"time_cost": found.time_cost, "needed_gib": found.needed_gib}
@@ -260,11 +264,16 @@ def _predict(options: argparse.Namespace) -> int:
     table.loc["together"] = table.sum()
     print(f"{config.name}: MiB allocated at each phase's peak, {ledger.method}\n{table.round(1).to_string()}")
     print(f"\npeak {ledger.peak_bytes / 2**30:.2f} GiB allocated, in the {ledger.peak_phase} phase")
+    if ledger.needed_bytes is not None:
+        print(_allocator_lines(ledger, CONTEXT_GIB))
     if budget is None:
         return 0
-    context = "" if options.device == "cpu" else f" and {CONTEXT_GIB} GiB for the CUDA context"
-    asked = f"{needed:.2f} GiB with a tenth for fragmentation{context}"
-    print(f"{'fits' if fits else 'does NOT fit'} {budget:g} GiB: it asks for {asked}")
+    if ledger.needed_bytes is None:
+        context = "" if options.device == "cpu" else f" and {CONTEXT_GIB} GiB for the CUDA context"
+        asked = f"it asks for {needed:.2f} GiB with a tenth for what no tensor can use{context}"
+    else:
+        asked = f"the smallest card has {needed:.2f} GiB"
+    print(f"{'fits' if fits else 'does NOT fit'} {budget:g} GiB: {asked}")
     if found:
         asks = f"{found.needed_gib:.2f} GiB"
         if found.fits(budget):
@@ -274,6 +283,21 @@ def _predict(options: argparse.Namespace) -> int:
             print(f"no change known so far makes it fit; the smallest asks for {asks}:")
         print("\n".join(f"  {cost}" for cost in found.costs))
     return 0
+
+
+def _allocator_lines(ledger: MemoryLedger, context_gib: float) -> str:
+    """Return a table of what torch's allocator takes from the card for a predicted ledger."""
+    import pandas as pd
+
+    rows = {
+        "default": (ledger.reserved_bytes, ledger.needed_bytes),
+        "expandable_segments": (ledger.reserved_expandable_bytes, ledger.needed_expandable_bytes),
+    }
+    table = pd.DataFrame(rows, index=["reserved in three steps", "smallest card"]).T / 2**30
+    return (
+        "GiB that torch's allocator takes from the card, predicted by its rules; in the last column is "
+        f"a context of {context_gib} GiB, which is assumed\n{table.round(2).to_string()}"
+    )
 
 
 def _advise(options: argparse.Namespace) -> int:

@@ -84,6 +84,9 @@ class Config(BaseModel):
     ]
     gradient_checkpointing: Literal["none", "block", "every_2", "every_3", "every_4", "selective", "offload"]
     memory_limit_gib: Annotated[float, Field(ge=0, le=1e6, description="cap of CUDA's allocator; 0 = none")]
+    expandable_segments: Annotated[
+        bool, Field(description="CUDA's allocator maps memory piece by piece, with fewer holes; Linux only")
+    ] = False
     when_cpu: dict[str, Any] = Field(default={}, description="keys that differ where no CUDA GPU is used")
     overrides: dict[str, Any] = Field(default={}, exclude=True)
 
@@ -431,7 +434,7 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
         texts["name"] = name if len(name) <= 60 else f"{values['name']}+{short}"
     if "note" not in overrides and said:
         texts["note"] = f"{values['name']} with " + ", ".join(text for key, text in said.items() if key != "name")
-    instead_of = {key: values[key] for key in overrides}
+    instead_of = {key: values.get(key, Config.model_fields[key].default) for key in overrides}
     return Config.model_validate(values | texts | overrides | {"when_cpu": when_cpu, "overrides": instead_of})
 
 

@@ -190,7 +190,10 @@ def run_experiment(
         elif saver.left:
             print(f"{config.name}: begins at step 0; an unfinished run has left a state: --resume would continue it")
     try:
-        with memory.memory_limit(resolved.memory_limit_gib, where):
+        with (
+            memory.expandable_segments(resolved.expandable_segments, where),
+            memory.memory_limit(resolved.memory_limit_gib, where),
+        ):
             if is_short:
                 out_of_memory.require_host_memory(resolved, where)
             record = _train_and_measure(resolved, where, steps, stream, held_out, saver, progress)
@@ -229,6 +232,9 @@ def run_experiment(
 def _environment(config: Config, where: torch.device) -> dict[str, str]:
     limit = config.memory_limit_gib if where.type == "cuda" else 0
     emulated = {"memory limit": f"{limit:g} GiB, emulated: of the allocator, without the context"} if limit else {}
+    if config.expandable_segments and where.type == "cuda":
+        missing = memory.without_expandable_segments()
+        emulated["allocator"] = f"default; expandable segments: {missing}" if missing else "expandable segments"
     n = distributed.world_size()
     return device.environment(where) | emulated | ({"processes": str(n)} if n > 1 else {})
 
@@ -361,5 +367,7 @@ def _announce(config: Config, where: torch.device, steps: int, planned: int, rea
         print(f"{config.name}: {line}")
     if config.memory_limit_gib and where.type != "cuda":
         print(f"{config.name}: memory_limit_gib is of CUDA's allocator: a CPU run ignores it")
+    if config.expandable_segments and where.type == "cuda" and (missing := memory.without_expandable_segments()):
+        print(f"{config.name}: expandable_segments: {missing}, so torch's default allocator runs: it needs more memory")
     if steps != planned:
         print(f"{config.name}: steps = {steps} (not {planned}: {reason})")

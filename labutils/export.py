@@ -87,6 +87,7 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
         "amp": c.precision in AUTOCAST,
         "half": c.precision in (*AUTOCAST, "pure_bf16"),
         "limited": device_type == "cuda" and c.memory_limit_gib > 0,
+        "expandable": device_type == "cuda" and c.expandable_segments,
         "kernel": c.attention in models.SDPA_KERNELS,
         "attend": _attends(c),
         "every_n": c.gradient_checkpointing.startswith("every_"),

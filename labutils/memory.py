@@ -37,6 +37,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 # The other categories say when a tensor was made: in the forward pass, in the loss, after it (or all three).
 ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = "activations", "cast weights", "logits and loss", "temporaries"
 REST = "activations and temporaries"
+WORKSPACES, ROUNDING = "library workspaces", "rounding up"  # on CUDA: what cuBLAS keeps; what blocks are too large
 BORN_IN = {"forward": ACTIVATIONS, "loss": LOGITS}
 TIMELINE_POINTS = 400
 MALLOC, MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", 2**18  # bytes; see `return_freed_blocks`
@@ -121,6 +122,52 @@ def cap_to_free(device: torch.device, gib: float = math.inf) -> None:
     most = free + torch.cuda.memory_reserved(device) if spills else total
     index = torch.cuda.current_device() if device.index is None else device.index  # the function takes no bare "cuda"
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total, gib * 2**30 / total), index)
+
+
+def without_expandable_segments() -> str:
+    """Return why CUDA's allocator has no expandable segments here; "" if it has. They need Linux's way to map memory.
+
+    Windows: from torch 2.14 on (pull request 189163). Under WSL some drivers refuse them (issue 192330). On Jetson
+    boards they fail.
+    """
+    if sys.platform != "linux":
+        return f"not on {platform.system()} with torch {torch.__version__}"
+    if "microsoft" in platform.release().lower():
+        return "not under WSL"
+    if torch.version.hip:
+        return "not under ROCm"
+    return "not on a Jetson board" if Path("/etc/nv_tegra_release").exists() else ""
+
+
+@contextmanager
+def expandable_segments(on: bool, device: torch.device) -> Iterator[None]:
+    """Inside, CUDA's allocator maps memory piece by piece into segments that grow, where that exists: fewer holes.
+
+    What PYTORCH_ALLOC_CONF says otherwise stays. Nothing happens on a CPU or if not `on`.
+    """
+    if not on or device.type != "cuda" or without_expandable_segments():
+        yield
+        return
+    free_memory()  # what is cached is in segments of the other kind
+    others = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    kept = [part for part in others.split(",") if part and not part.startswith("expandable_segments")]
+    before = "True" if "expandable_segments:True" in others else "False"
+    torch._C._accelerator_setAllocatorSettings(",".join([*kept, "expandable_segments:True"]))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(",".join([*kept, f"expandable_segments:{before}"]))
+
+
+def cublas_bytes() -> int:
+    """Return what cuBLAS's workspaces hold on this GPU: they are let go, and made again by a product in each thread."""
+    torch._C._cuda_clearCublasWorkspaces()
+    one = torch.ones(1, 1, device="cuda", requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    product = one @ one
+    torch.autograd.grad(product, one)
+    del product
+    return torch.cuda.memory_allocated() - before
 
 
 def cuda_memory(device: torch.device) -> dict[str, int]:
@@ -343,10 +390,10 @@ def _trace_events(profile: torch.profiler.profile) -> list[dict]:
 class _CudaPhases:
     """Reads the allocator's peak after each phase; in backward also whenever a gradient is finished."""
 
-    CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES, REST)
+    CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES, REST, WORKSPACES)
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.workspaces = model, optimizer, cublas_bytes()
         self.phases: dict[str, dict[str, int]] = {}
         self.segments: list[tuple[str, list, list]] = []
         self.n_looks = self.activations = 0
@@ -401,6 +448,7 @@ class _CudaPhases:
             PARAMETERS: tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
             GRADIENTS: tensor_bytes([p.grad for p in self.model.parameters() if p.grad is not None]),
             OPTIMIZER: tensor_bytes([t for t in optimizer_tensors(self.optimizer) if t.is_cuda]),
+            WORKSPACES: self.workspaces,
         }
 
     def report(self) -> MemoryLedger:

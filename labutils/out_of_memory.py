@@ -72,8 +72,7 @@ def require_host_memory(config: Config, where: torch.device) -> None:
     """
     from labutils.device import free_bytes
     from labutils.memory import free_memory
-    from labutils.predict import predict_memory
-    from labutils.solver import needed_gib
+    from labutils.predict import needed_gib, predict_memory
 
     needed = needed_gib(predict_memory(config, "cpu"), "cpu") * GIB
     free_memory()
@@ -84,12 +83,12 @@ def require_host_memory(config: Config, where: torch.device) -> None:
 
 
 def ways_out(config: Config, where: torch.device) -> str:
-    """Return the WAYS cheapest changes with each of which, by the ledger, a config's step fits the memory free now.
+    """Return the WAYS cheapest changes with each of which, as predicted, a config runs in the memory that is free now.
 
-    Where no single one is enough, the cheapest combination.
+    Where no single one is enough, the cheapest combination. What the allocator cannot use counts: fragmentation.
     """
+    from labutils.cards import CONTEXT_GIB
     from labutils.device import free_bytes
-    from labutils.predict import CONTEXT_GIB
     from labutils.solver import enough_alone, fit
 
     on_card = where.type == "cuda"
@@ -103,8 +102,9 @@ def ways_out(config: Config, where: torch.device) -> str:
     needed = _amount((found[0].needed_gib - (CONTEXT_GIB if on_card else 0)) * GIB)
     if not found[0].changes and found[0].fits(budget):
         return (
-            f"By the ledger {config.name} needs {needed}, and {_amount(free * GIB)} are free, so it fits: something "
-            "else asked for memory or held it. Make that smaller, delete what you no longer need, or restart the kernel"
+            f"Alone {config.name} needs {needed} (predicted), and {_amount(free * GIB)} are free now. So this was more "
+            "than that run, or other tensors were alive beside it. Delete what you no longer need (in a notebook: "
+            "restart the kernel), or make what ran smaller"
         )
     if not found[0].changes:
         return f"None of the changes that the ledger tries makes it fit {_amount(free * GIB)}: take a smaller model"

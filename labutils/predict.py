@@ -1,7 +1,9 @@
 """Predict the peak memory of a training step, by category and phase, without running it and without a GPU.
 
 The real model takes a real step on tensors without data (`labutils.trace`). Deep models are traced with two and three
-layers only: the bytes at each operation are affine in the number of layers, and in the number of sequences.
+layers only: a layer repeats, and bytes are affine in the number of sequences (`labutils.extrapolation`). For a card the
+step's requests are replayed through the caching allocator's rules (`labutils.replay`): what it must have, not only what
+tensors take.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,52 +21,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from labutils import checkpointing, experiment, models, precision
+from labutils import checkpointing, experiment, models, precision, replay
+from labutils.allocator import CachingAllocator, Settings
+from labutils.cards import CONTEXT_GIB, card_named, resolve
 from labutils.config import Config
+from labutils.cuda_rules import cuda_rules
+from labutils.extrapolation import CannotExtrapolate, extrapolated
 from labutils.formula import closed_form
 from labutils.records import MemoryLedger
-from labutils.trace import CannotExtrapolate, StorageLog, Trace, cuda_rules, extrapolated, trace_step
+from labutils.trace import StorageLog, Trace, trace_step
 
-CUDA_BLOCK = 512  # the caching allocator rounds every request up to a multiple of this
-CONTEXT_GIB = 0.5  # what a process takes on the card before its first tensor: driver and library code
 FEW_LAYERS = 2, 3  # traced in place of more: a first and a last one; of units if blocks are checkpointed together
 FEW_SEQUENCES = 2, 3  # likewise; a batch of one has views where larger ones have copies
 KNOWN_GOOD_TORCH = "2.11 to 2.13"
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Card:
-    """What a prediction needs to know of a device. `flash` in 16 bits exists since Ampere; T4 is Turing."""
-
-    memory_gib: float
-    capability: tuple[int, int]
-
-    @property
-    def flash(self) -> bool:
-        """Whether 16-bit attention runs as flash attention; else the memory-efficient kernel."""
-        return self.capability >= (8, 0)
-
-
-CARDS = {
-    "t4": Card(14.6, (7, 5)),
-    "rtx4060": Card(7.6, (8, 9)),
-    "a100": Card(79.2, (8, 0)),
-    "h200": Card(139.8, (9, 0)),
-}
-
-
-def card_named(device: str) -> Card:
-    """Return a card of CARDS, or for "this" the one in this machine with the memory that is free now.
-
-    Raises KeyError for another name, RuntimeError for "this" without a CUDA GPU.
-    """
-    if device != "this":
-        return CARDS[device]
-    if not torch.cuda.is_available():
-        raise RuntimeError('there is no CUDA GPU here; device="cpu" predicts this machine')
-    free_bytes, _ = torch.cuda.mem_get_info()
-    return Card(free_bytes / 2**30, torch.cuda.get_device_capability())
+DEFAULT, EXPANDABLE = Settings(), Settings(expandable_segments=True)
+ALLOWANCE = 1.1  # times the peak: a rule of thumb, where the allocator was not replayed (a CPU, the closed form)
 
 
 def predict_memory(config: Config, device: str = "a100", *, keep_outputs: bool = False) -> MemoryLedger:
@@ -72,30 +44,99 @@ def predict_memory(config: Config, device: str = "a100", *, keep_outputs: bool =
 
     `device` is a key of CARDS, "this" for the GPU here, or "cpu" (then `when_cpu` applies, and no CUDA rule).
     `keep_outputs` predicts a loop that keeps the model's outputs, logits among them, from one step to the next.
-    Nothing is allocated. Should torch have changed so that steps cannot be traced, a warning says so and the ledger is
-    the closed form's; its `method` tells.
+    Nothing is allocated. For a card the ledger also tells what the allocator reserves in three steps, and of the
+    smallest card on which they complete. Should torch have changed so that steps cannot be traced, a warning says so
+    and the ledger is the closed form's; its `method` tells.
     Raises ConfigError if the config cannot run there, PrecisionUnsupported if the device lacks what it asks for.
     """
     resolved = resolve(config, device)
-    return Sweep(resolved, device, keep_outputs).ledger(resolved.micro_batch_size)
+    return Sweep(resolved, device, keep_outputs).at(resolved.micro_batch_size).ledger
 
 
-def resolve(config: Config, device: str) -> Config:
-    """Return a config as it runs on a device. Raises ConfigError or PrecisionUnsupported if it cannot."""
-    resolved = config.on("cpu" if device == "cpu" else "cuda")
-    if device == "cpu":
-        resolved = resolved.model_copy(update={"precision": precision.without_choice(resolved.precision, True)})
-    if device != "cpu":
-        card = card_named(device)
-        has_bf16 = card.capability >= (8, 0)
-        resolved = resolved.model_copy(update={"precision": precision.without_choice(resolved.precision, has_bf16)})
-        answer = precision.cuda_support(resolved.precision, card.capability, has_bf16)
-        if not answer.ok:
-            reason = f"precision {resolved.precision} cannot run on {device}: {answer.reason}"
-            raise precision.PrecisionUnsupported(reason)
-        if resolved.attention == "flash" and not card.flash:
-            raise precision.PrecisionUnsupported(f"flash attention needs Ampere or later, not {device}; use auto")
-    return resolved
+def needed_gib(ledger: MemoryLedger, device: str = "a100") -> float:
+    """Return the memory that a device must have for a ledger's run, in GiB; on a card the context is in it.
+
+    Where the allocator was not replayed, a tenth more than the peak stands for what it cannot use.
+    """
+    if ledger.needed_bytes is not None:
+        return ledger.needed_bytes / 2**30
+    return ALLOWANCE * ledger.peak_bytes / 2**30 + (0 if device == "cpu" else CONTEXT_GIB)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a config's run asks for on a card: its requests, in order. All else is computed when it is asked for."""
+
+    trace: Trace
+    n_micro_batches: int
+    device: str
+    settings: Settings
+
+    @cached_property
+    def ledger(self) -> MemoryLedger:
+        """The ledger of a step, with what the allocator reserves in three, and the smallest card for them."""
+        found = replay.ledger(self.trace, min(self.n_micro_batches, 2), f"predicted for {self.device}", self.settings)
+        return found.model_copy(
+            update={
+                "reserved_bytes": self.with_default.peak_reserved,
+                "reserved_expandable_bytes": self.with_expandable.peak_reserved,
+                "needed_bytes": self.needed_bytes,
+                "needed_expandable_bytes": self.needed_expandable_bytes,
+            }
+        )
+
+    @cached_property
+    def requests(self) -> list[replay.Request]:
+        """What the allocator is asked for in three steps."""
+        return replay.requests(self.trace, self.n_micro_batches)
+
+    @cached_property
+    def with_default(self) -> CachingAllocator:
+        """An allocator with torch's default settings and no limit that has met the requests."""
+        return replay.replayed(self.requests, CachingAllocator())
+
+    @cached_property
+    def with_expandable(self) -> CachingAllocator:
+        """The same with expandable segments."""
+        return replay.replayed(self.requests, CachingAllocator(settings=EXPANDABLE))
+
+    @cached_property
+    def needed_expandable_bytes(self) -> int:
+        """The memory of the smallest card with expandable segments, context included."""
+        return replay.smallest_limit(self.requests, self.with_expandable) + round(CONTEXT_GIB * 2**30)
+
+    @cached_property
+    def needed_bytes(self) -> int:
+        """The memory of the smallest card on which three steps complete as the config says, context included."""
+        if self.settings == EXPANDABLE:
+            return self.needed_expandable_bytes
+        return replay.smallest_limit(self.requests, self.with_default) + round(CONTEXT_GIB * 2**30)
+
+    @property
+    def needed_gib(self) -> float:
+        """`needed_bytes` in GiB."""
+        return self.needed_bytes / 2**30
+
+    def fits(self, budget_gib: float) -> bool:
+        """Whether three steps complete on a card with so much memory, context included."""
+        return replay.completes(self.requests, (budget_gib - CONTEXT_GIB) * 2**30, self.settings)
+
+
+@dataclass(frozen=True)
+class PlainPrediction:
+    """A ledger without requests to replay: of a CPU, or from the closed form."""
+
+    ledger: MemoryLedger
+    device: str
+
+    @property
+    def needed_gib(self) -> float:
+        """The memory that the device must have, about, in GiB."""
+        return needed_gib(self.ledger, self.device)
+
+    def fits(self, budget_gib: float) -> bool:
+        """Whether a device has enough with so much memory."""
+        return self.needed_gib <= budget_gib
 
 
 @dataclass
@@ -107,20 +148,18 @@ class Sweep:
     keep_outputs: bool = False
     _traces: dict[tuple[int, int], Trace] = field(default_factory=dict)
 
-    def ledger(self, micro_batch_size: int) -> MemoryLedger:
-        """Return the ledger with `micro_batch_size` sequences at a time, `tokens_per_step` staying."""
-        per_pass = self.config.seq_len * micro_batch_size
-        accumulates = self.config.tokens_per_step > per_pass
+    def at(self, micro_batch_size: int) -> Prediction | PlainPrediction:
+        """Return the prediction with `micro_batch_size` sequences at a time, `tokens_per_step` staying."""
+        n_micro_batches = max(self.config.tokens_per_step // (self.config.seq_len * micro_batch_size), 1)
         if not tracing_works():
-            config = self.config.model_copy(
-                update={
-                    "micro_batch_size": micro_batch_size,
-                    "tokens_per_step": max(self.config.tokens_per_step // per_pass, 1) * per_pass,
-                }
-            )
-            return closed_form(config)
-        trace = self._at(micro_batch_size, 2 if accumulates else 1)
-        return trace.ledger(f"predicted for {self.device}")
+            tokens = n_micro_batches * self.config.seq_len * micro_batch_size
+            changes = {"micro_batch_size": micro_batch_size, "tokens_per_step": tokens}
+            return PlainPrediction(closed_form(self.config.model_copy(update=changes)), self.device)
+        trace = self._at(micro_batch_size, min(n_micro_batches, 2))
+        if self.device == "cpu":
+            return PlainPrediction(replay.ledger(trace, min(n_micro_batches, 2), "predicted for cpu", None), "cpu")
+        settings = EXPANDABLE if self.config.expandable_segments else DEFAULT
+        return Prediction(trace, n_micro_batches, self.device, settings)
 
     def _at(self, micro_batch_size: int, n_micro_batches: int) -> Trace:
         """Return a trace; a second micro-batch meets the gradients of the first, and all later ones are like it."""
@@ -154,7 +193,7 @@ def _step_only(config: Config) -> Config:
     same = {"name": "x", "note": "", "seed": 0, "corpus": "stdlib", "steps": 1, "learning_rate": 1e-3}
     same |= {"lr_schedule": "constant", "lr_warmup_steps": 0, "eval_every": 0, "micro_batch_size": 1}
     same |= {"tokens_per_step": config.seq_len, "memory_limit_gib": 0, "weights": "random"}
-    same |= {"compile": "off"}
+    same |= {"compile": "off", "expandable_segments": False}
     return config.model_copy(update=same)
 
 
@@ -216,16 +255,19 @@ def _predict_module(
             log,
             autocast=partial(precision.autocast, precision_name, CPU),
         )
-    return trace.ledger(f"predicted for {device}")
+    if device == "cpu":
+        return replay.ledger(trace, 1, "predicted for cpu", None)
+    return Prediction(trace, 1, device, DEFAULT).ledger
 
 
 @contextmanager
 def _fake_world(device: str) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
     """Inside, tensors are fake, operations allocate what those of `device` would, and the log sees them."""
-    log = StorageLog(block=1 if device == "cpu" else CUDA_BLOCK)
+    gpu = None if device == "cpu" else card_named(device).gpu
+    log = StorageLog(gpu)
     with ExitStack() as stack:
-        if device != "cpu":
-            stack.enter_context(cuda_rules(flash=card_named(device).flash))
+        if gpu:
+            stack.enter_context(cuda_rules(flash=gpu.flash))
         fake = stack.enter_context(FakeTensorMode())
         yield stack.enter_context(log), fake
 

@@ -72,6 +72,9 @@ class MemoryLedger(_Part):
     phases: dict[str, dict[str, int]]
     method: str
     reserved_bytes: int | None = None  # CUDA: what the caching allocator holds, more than is allocated
+    reserved_expandable_bytes: int | None = None  # the same with expandable segments, predicted
+    needed_bytes: int | None = None  # of the smallest card on which it completes, context included, predicted
+    needed_expandable_bytes: int | None = None  # the same with expandable segments
     timeline: list[tuple[str, list[list[int]]]] = []  # (phase, [[position, bytes by category, …], …]) in order
 
     @property

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from labutils import models
+from labutils.cards import CONTEXT_GIB, card_named, resolve
 from labutils.config import Config, load_config
 from labutils.device import choose_device, free_bytes
 from labutils.formula import closed_form, n_parameters, on_a_cpu
-from labutils.predict import CONTEXT_GIB, Sweep, card_named, resolve
+from labutils.memory import without_expandable_segments
+from labutils.predict import PlainPrediction, Prediction, Sweep, needed_gib
 from labutils.records import MemoryLedger
 
-FRAGMENTATION = 1.1  # a tenth more than is allocated: a rule of thumb, the ledger does not model fragmentation
 ROUGHLY = 1.1  # the closed form overstates a peak by less where attention is fused; a test compares
 FREE = {  # change neither results (beyond rounding) nor cost time
+    "expandable_segments": (True, "the same tensors, fewer holes between them; Linux only"),
     "use_cache": (False, "training never reads the cache"),
     "activation": ("gelu_tanh", "the same function, fused"),
     "optimizer_impl": ("fused", "the same update, without temporaries"),
@@ -43,27 +45,26 @@ BYTES_PER_MICRO_BATCH = 20
 
 @dataclass(frozen=True)
 class Fit:
-    """Changes to a config, what each costs and why, the time they add (see `time_cost`), and the ledger with them."""
+    """Changes to a config, what each costs and why, the time they add (see `time_cost`), and what is predicted."""
 
     changes: dict[str, Any]
     costs: tuple[str, ...]
     time_cost: float
-    ledger: MemoryLedger
-    device: str
+    prediction: Prediction | PlainPrediction
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        """The ledger of a step with the changes."""
+        return self.prediction.ledger
 
     @property
     def needed_gib(self) -> float:
-        """Memory asked for, in GiB: see the function of this name."""
-        return needed_gib(self.ledger, self.device)
+        """The memory of the smallest device on which it runs, in GiB."""
+        return self.prediction.needed_gib
 
     def fits(self, budget_gib: float) -> bool:
-        """Whether the peak, the context and a tenth for fragmentation stay within a device's memory."""
-        return self.needed_gib <= budget_gib
-
-
-def needed_gib(ledger: MemoryLedger, device: str = "a100") -> float:
-    """Return the memory a ledger asks for, in GiB: peak, a tenth more for fragmentation, and the context on a card."""
-    return FRAGMENTATION * ledger.peak_bytes / 2**30 + (0 if device == "cpu" else CONTEXT_GIB)
+        """Whether it runs in so much memory, on a card with its context in it."""
+        return self.prediction.fits(budget_gib)
 
 
 def time_cost(config: Config, changes: dict[str, Any]) -> float:
@@ -120,7 +121,7 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
             same = [c for c in candidates if _recipe(resolved, c) == recipe]
             everything = max(same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0)))
             whole = {key: value for key, value in everything.items() if key != "micro_batch_size"}
-            by_recipe[recipe] = min(tried(everything), tried(whole), key=lambda one: one.ledger.peak_bytes)
+            by_recipe[recipe] = min(tried(everything), tried(whole), key=lambda one: one.needed_gib)
         return by_recipe[recipe]
 
     for changes in candidates:
@@ -132,7 +133,7 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
                 return without_the_superfluous(found, budget_gib)
     furthest = max(_for_the_last(changes)[1:] for changes in candidates)  # other recipes keep more bytes per parameter
     recipes = {_recipe(resolved, changes) for changes in candidates if _for_the_last(changes)[1:] == furthest}
-    found = min(map(smallest, recipes), key=lambda one: one.ledger.peak_bytes)
+    found = min(map(smallest, recipes), key=lambda one: one.needed_gib)
     return without_the_superfluous(found, max(budget_gib, found.needed_gib))
 
 
@@ -165,8 +166,8 @@ class _Trials:
         others = {key: value for key, value in changes.items() if key != "micro_batch_size"}
         config = self.config.model_copy(update=others)
         sweep = self.sweeps.setdefault(tuple(others.items()), Sweep(config, self.device))
-        ledger = sweep.ledger(changes.get("micro_batch_size", config.micro_batch_size))
-        return Fit(changes, costs(self.config, changes), time_cost(self.config, changes), ledger, self.device)
+        found = sweep.at(changes.get("micro_batch_size", config.micro_batch_size))
+        return Fit(changes, costs(self.config, changes), time_cost(self.config, changes), found)
 
     def hopeless(self, changes: dict[str, Any], budget_gib: float) -> bool:
         """Whether the closed form, which is of fused attention, is far above the budget."""
@@ -182,6 +183,8 @@ def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
 def _combinations(config: Config, device: str) -> Iterator[dict[str, Any]]:
     has_bf16 = device != "cpu" and card_named(device).flash
     free = {key: value for key, (value, _) in FREE.items() if getattr(config, key) != value}
+    if device == "cpu" or (device == "this" and without_expandable_segments()):
+        free.pop("expandable_segments", None)
     sequences = config.micro_batch_size * config.grad_accum_steps
     sizes = [n for n in range(config.micro_batch_size, 0, -1) if sequences % n == 0]
     sizes = sizes[:1] if config.optimizer_in_backward else sizes  # it cannot accumulate, nor have a loss scale
@@ -265,7 +268,7 @@ def largest_micro_batch(config: Config, budget_gib: float, device: str = "a100",
     sweep = _sweep(resolved.model_copy(update=alone).model_dump_json(), device)
 
     def fits(size: int) -> bool:
-        return needed_gib(sweep.ledger(size), device) <= budget_gib
+        return sweep.at(size).fits(budget_gib)
 
     low, high = 0, 1
     while high <= limit and fits(high):
@@ -303,7 +306,7 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
         return configs
     sweep, sequences = Sweep(first, device), first.tokens_per_step // first.seq_len
     sizes = [n for n in range(first.micro_batch_size, 0, -1) if sequences % n == 0]
-    size = next((n for n in sizes if needed_gib(sweep.ledger(n), device) <= budget), 1)
+    size = next((n for n in sizes if sweep.at(n).fits(budget)), 1)
     if size == first.micro_batch_size:
         return configs
     smaller = overrides | {"note": f"in micro-batches of {size}, for want of memory", "micro_batch_size": size}

@@ -85,7 +85,7 @@ def test_no_run_that_is_near_is_taken_for_a_roomy_one(seq_len, dropout):
     """With dropout a CPU keeps attention's (T, T) matrices: at 1,024 tokens more than all the rest."""
     shape = {"seq_len": seq_len, "micro_batch_size": 4, "tokens_per_step": 4 * seq_len, "dropout": dropout}
     config = lab.load_config("fp32", **shape).on("cpu")
-    needed = solver.needed_gib(lab.predict_memory(config, "cpu"), "cpu") * GIB
+    needed = lab.needed_gib(lab.predict_memory(config, "cpu"), "cpu") * GIB
     assert needed < out_of_memory.ROOMY * closed_form(on_a_cpu(config)).peak_bytes
 
 

@@ -15,9 +15,8 @@ from labutils import device, precision
 from labutils.bench import gpu_suite, scale
 from labutils.bench.compare import Row, run, save, table
 from labutils.config import Config, ConfigError, load_config
-from labutils.predict import predict_memory
+from labutils.predict import needed_gib, predict_memory
 from labutils.records import commit, new_id, runs_dir, write_atomically
-from labutils.solver import needed_gib
 
 QUICK = {"warmup": 2, "blocks": 2, "steps": 4}
 NAMES = {
