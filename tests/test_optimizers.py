@@ -197,6 +197,18 @@ def test_a_step_inside_backward_gives_the_same_weights_and_frees_every_gradient(
     assert max(alive) == 0
 
 
+def test_an_optimizer_inside_backward_that_is_gone_updates_nothing():
+    """As with any other optimizer: gradients stay. Its model is free, too."""
+    model = two_layers()
+    optimizer = StepInBackward(torch.optim.SGD(model.parameters(), lr=1.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    del optimizer
+    lab.free_memory()
+    squared_error_sum(model, regression_batches(1)[0]).backward()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_step_inside_backward_refuses_what_needs_all_gradients():
     model = two_layers()
     optimizer = StepInBackward(torch.optim.SGD(model.parameters(), lr=0.1))
