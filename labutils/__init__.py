@@ -7,7 +7,9 @@ import os
 from typing import Any
 
 __version__ = "0.1.0"
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's notes on freed blocks are not for students
+# Torch's C++ code would write to stderr whenever CUDA runs out of memory, caught or not, and the profiler about freed
+# blocks. Torch reads this when it is imported: so a script or notebook imports labutils before torch.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _MODULE_OF = {
     "checks": "checks",

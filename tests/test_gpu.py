@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from labutils.memory import cuda_memory, tensor_bytes
 from labutils.predict import card_named
 from labutils.records import load_record, runs_dir
 from labutils.training import to_device
+from tests.helpers import REPO
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -188,6 +191,20 @@ def test_out_of_memory_is_an_outcome_and_memory_comes_back(runs):
     assert record.outcome == "out_of_memory"
     lab.free_memory()
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_running_out_of_memory_says_nothing_on_stderr():
+    """With labutils imported before torch, as in the notebooks; torch's C++ code would log two lines."""
+    body = """
+import labutils as lab
+import torch
+try:
+    torch.empty(2**50, device="cuda")
+except torch.OutOfMemoryError:
+    print("out of memory")
+"""
+    answer = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, cwd=REPO, check=False)
+    assert (answer.stdout, answer.stderr) == ("out of memory\n", "")
 
 
 def test_bf16_support_is_not_emulation():
