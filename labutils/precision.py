@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "pure_bf16")
+CHOICE = "16bit"  # in a config: one of two precisions, see `without_choice`
 COMPUTE_DTYPE = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -48,21 +49,36 @@ class Support:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return the context for forward pass and loss: `torch.autocast` for fp16 and bf16, else one that does nothing."""
+    """Return the context for forward pass and loss: `torch.autocast` for fp16 and bf16, else one that does nothing.
+
+    Like all functions here that take a precision, it raises ValueError for what is none. `16bit` is none: it is a
+    config's word for two, and `without_choice` says which.
+    """
+    _require_known(precision)
     if precision in ("fp16", "bf16"):
         return torch.autocast(device.type, dtype=COMPUTE_DTYPE[precision])
     return nullcontext()
 
 
+def _require_known(precision: str, choices: tuple[str, ...] = PRECISIONS) -> None:
+    if precision not in choices:
+        way_out = "; without_choice(precision, has_bf16) says which one it is" if precision == CHOICE else ""
+        raise ValueError(f"{precision!r} is not one of the precisions {', '.join(choices)}{way_out}")
+
+
 def without_choice(precision: str, has_bf16: bool) -> str:
     """Return what `16bit` means where BF16 hardware exists or not; any other precision as it is."""
-    return {"16bit": "bf16" if has_bf16 else "fp16"}.get(precision, precision)
+    _require_known(precision, (*PRECISIONS, CHOICE))
+    if precision != CHOICE:
+        return precision
+    return "bf16" if has_bf16 else "fp16"
 
 
 def grad_scaler(
     precision: str, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> torch.amp.GradScaler:
     """Return a GradScaler that scales for fp16 and passes everything through for the other precisions."""
+    _require_known(precision)
     enabled = precision == "fp16"
     return torch.amp.GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled)
 
@@ -83,6 +99,7 @@ def tf32(enabled: bool) -> Iterator[None]:
 
 def support(precision: str, device: torch.device) -> Support:
     """Return what `device` makes of a precision. On a CPU one small product per dtype is timed, once per process."""
+    _require_known(precision)
     if device.type == "cuda":
         # Excluding emulation: without it the answer for BF16 is True on a T4, which has no BF16 hardware.
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -103,6 +120,7 @@ def cuda_support(precision: str, capability: tuple[int, int], bf16_hardware: boo
 
     Tensor cores: FP16 since Volta (7.0), TF32 and BF16 since Ampere (8.0).
     """
+    _require_known(precision)
     card = f"compute capability {capability[0]}.{capability[1]}"
     if precision == "fp32":
         return Support(True, False, "native")
@@ -191,6 +209,7 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
     A datasheet's dense peak if the card is known, else a product measured here. On a CPU always the float32 product:
     16-bit ones are too slow to be anybody's peak. An MFU without its denominator says nothing.
     """
+    _require_known(precision)
     if device.type == "cuda":
         peaks = datasheet_tflops(torch.cuda.get_device_name(device))
         key = "bf16" if precision == "pure_bf16" else precision

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import labutils as lab
 from labutils import precision
 from labutils.precision import PrecisionUnsupported, Support, cuda_support, steps_for
 from tests.helpers import CPU
@@ -76,6 +77,37 @@ def test_tf32_switch_is_put_back():
 def test_autocast_gives_the_dtype_of_the_precision(name, dtype):
     with precision.autocast(name, CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+ASKED = {
+    "autocast": lambda name: precision.autocast(name, CPU),
+    "grad_scaler": lambda name: precision.grad_scaler(name, CPU),
+    "support": lambda name: precision.support(name, CPU),
+    "cuda_support": lambda name: precision.cuda_support(name, (8, 0), True),
+    "require": lambda name: precision.require(name, CPU),
+    "peak_rate": lambda name: precision.peak_rate(name, CPU),
+}
+
+
+@pytest.mark.parametrize("name", ["16bit", "FP16", "half", ""])
+@pytest.mark.parametrize("ask", ASKED.values(), ids=list(ASKED))
+def test_what_is_no_precision_is_refused_with_the_choices(ask, name):
+    with pytest.raises(ValueError, match="fp32, tf32, fp16, bf16, pure_bf16"):
+        ask(name)
+
+
+def test_a_choice_between_precisions_is_no_precision_until_it_is_made():
+    with pytest.raises(ValueError, match="without_choice"):
+        precision.autocast("16bit", CPU)
+    assert [precision.without_choice("16bit", has_bf16) for has_bf16 in (True, False)] == ["bf16", "fp16"]
+    assert [precision.without_choice(p, False) for p in precision.PRECISIONS] == list(precision.PRECISIONS)
+    with pytest.raises(ValueError, match="pure_bf16, 16bit"):
+        precision.without_choice("half", True)
+
+
+def test_configs_know_the_same_precisions():
+    choices = set(lab.config.Config.model_fields["precision"].annotation.__args__)
+    assert choices == {*precision.PRECISIONS, precision.CHOICE}
 
 
 def test_only_fp16_is_scaled():
