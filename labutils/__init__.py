@@ -26,6 +26,7 @@ _MODULE_OF = {
     **dict.fromkeys(("allocated_bytes", "free_memory", "measure_step", "peak_allocated"), "memory"),
     **dict.fromkeys(("predict_memory", "predict_module"), "predict"),
     **dict.fromkeys(("fit", "fitting", "largest_micro_batch", "needed_gib", "shape_that_fits"), "solver"),
+    "size_that_fits": "sizes",
     **dict.fromkeys(("closed_form", "static_gib"), "formula"),
     **dict.fromkeys(("compare", "find_runs", "load_record", "readable", "reference_runs"), "records"),
     **dict.fromkeys(("evaluate", "train"), "training"),
