@@ -7,7 +7,9 @@ import os
 from typing import Any
 
 __version__ = "0.1.0"
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's notes on freed blocks are not for students
+# Torch's C++ code would write to stderr whenever CUDA runs out of memory, caught or not, and the profiler about freed
+# blocks. Torch reads this when it is imported: so a script or notebook imports labutils before torch.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _MODULE_OF = {
     "checks": "checks",
@@ -24,6 +26,7 @@ _MODULE_OF = {
     **dict.fromkeys(("allocated_bytes", "free_memory", "measure_step", "peak_allocated"), "memory"),
     **dict.fromkeys(("needed_gib", "predict_memory", "predict_module"), "predict"),
     **dict.fromkeys(("fit", "fitting", "largest_micro_batch", "shape_that_fits"), "solver"),
+    "size_that_fits": "sizes",
     **dict.fromkeys(("closed_form", "static_gib"), "formula"),
     **dict.fromkeys(("compare", "find_runs", "load_record", "readable", "reference_runs"), "records"),
     **dict.fromkeys(("evaluate", "train"), "training"),

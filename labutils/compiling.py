@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 OFF = "off"
+FEW_SMS = "Not enough SMs to use max_autotune_gemm mode"  # of the logger torch._inductor.utils
+TF32_IS_OFF = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled"
+
+
+def silence_known_warnings() -> None:
+    """Keep two of the compiler's own warnings from the reader; all others come through.
+
+    FEW_SMS comes on every card with fewer than 68 multiprocessors, also for modes that try no kernels: the compiler
+    then takes cuBLAS's matrix multiplications, and nothing can be done about it. TF32_IS_OFF comes with every float32
+    model on Ampere or later: here float32 is meant, and `precision: tf32` is the experiment beside it.
+    """
+    logging.getLogger("torch._inductor.utils").addFilter(_is_worth_reading)
+    warnings.filterwarnings("ignore", message=TF32_IS_OFF, category=UserWarning)
+
+
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    return record.getMessage() != FEW_SMS
 
 
 def mode_and_arguments(mode: str, device_type: str, accumulates: bool) -> tuple[str, dict[str, Any]]:
@@ -32,6 +51,7 @@ class CompiledLoss:
     def __init__(
         self, loss_fn: Callable[[Any, Any], torch.Tensor], mode: str, where: torch.device, accumulates: bool = False
     ) -> None:
+        silence_known_warnings()
         self.eager, self.failure = loss_fn, ""
         self.mode, how = mode_and_arguments(mode, where.type, accumulates)
         self.compiled = torch.compile(loss_fn, dynamic=False, **how)

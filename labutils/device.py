@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from labutils import memory, out_of_memory
+from labutils import compiling, memory, out_of_memory
 
 INSTALL_CUDA_TORCH = (
     f"{Path(sys.executable).name} -m pip install --force-reinstall torch==2.13.0  "
@@ -256,10 +256,12 @@ def setup() -> torch.device:
 
     Also gives torch no more threads than this process may use CPUs, and on Windows no more of a card's memory than is
     free (see `memory.cap_to_free`), shortens errors that say out of memory (see
-    `out_of_memory.explain_in_notebooks`), and tells pandas not to cut the reasons in our tables short.
+    `out_of_memory.explain_in_notebooks`), silences two warnings of the compiler (see
+    `compiling.silence_known_warnings`), and tells pandas not to cut the reasons in our tables short.
     """
     torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
     out_of_memory.explain_in_notebooks()
+    compiling.silence_known_warnings()
     pd.set_option("display.max_colwidth", None, "display.width", 200)
     facts = gpu_facts()
     problem = diagnose(facts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -151,12 +152,27 @@ def make_state(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """Return a hook that calls a method as long as its object lives, and does not keep the object alive.
+
+    Autograd holds hooks where Python's garbage collector does not look. A hook that kept the optimizer alive, which
+    has the parameters, which have the hook, would never be freed, and the whole model with it.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(p: nn.Parameter) -> None:
+        if alive := reference():
+            alive(p)
+
+    return hook
+
+
 class StepInBackward:
     """Any optimizer, its step for each parameter taken as soon as backward has finished that parameter's gradient.
 
     The gradient is freed at once, so that all gradients never live together. That rules out what needs them together:
     a global norm to clip to, several micro-batches, a loss scale. Stands in for the optimizer: `step` and `zero_grad`
-    find nothing left to do.
+    find nothing left to do. The caller holds it, as any optimizer: once it is gone, nothing is updated any more.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -168,7 +184,8 @@ class StepInBackward:
     def attach(self) -> None:
         """Register the hooks; once more, to come after hooks that others have registered and that read gradients."""
         self.detach()
-        self._handles = [p.register_post_accumulate_grad_hook(self._step_one) for p in self.parts]
+        hook = _weakly(self._step_one)
+        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parts]
 
     def detach(self) -> None:
         """Remove the hooks: an ordinary optimizer again."""

@@ -349,11 +349,15 @@ def rates(by_name: Mapping[str, Mapping[int, float]], ax: Axes | None = None) ->
 def heat_map(
     values: np.ndarray, rows: Sequence[object], columns: Sequence[object], ax: Axes | None = None, fmt: str = "{:.0f}"
 ) -> Axes:
-    """Draw a small table of numbers, `(len(rows), len(columns))`, shaded by value and with the values written in."""
+    """Draw a small table of numbers, `(len(rows), len(columns))`, shaded by value and with the values written in.
+
+    A NaN leaves its field empty.
+    """
     ax = _axis(ax, 5.5, 3.2)
     image = ax.imshow(values, cmap="cividis", aspect="auto")
     middle = (np.nanmin(values) + np.nanmax(values)) / 2
-    for (i, j), value in np.ndenumerate(values):
+    for i, j in np.argwhere(~np.isnan(values)):
+        value = values[i, j]
         color = BLACK if value > middle else "white"
         ax.text(j, i, fmt.format(value), ha="center", va="center", color=color)
     ax.set_xticks(range(len(columns)), columns)

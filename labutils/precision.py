@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "pure_bf16")
+CHOICE = "16bit"  # in a config: one of two precisions, see `without_choice`
 COMPUTE_DTYPE = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -48,21 +49,36 @@ class Support:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return the context for forward pass and loss: `torch.autocast` for fp16 and bf16, else one that does nothing."""
+    """Return the context for forward pass and loss: `torch.autocast` for fp16 and bf16, else one that does nothing.
+
+    Like all functions here that take a precision, it raises ValueError for what is none. `16bit` is none: it is a
+    config's word for two, and `without_choice` says which.
+    """
+    _require_known(precision)
     if precision in ("fp16", "bf16"):
         return torch.autocast(device.type, dtype=COMPUTE_DTYPE[precision])
     return nullcontext()
 
 
+def _require_known(precision: str, choices: tuple[str, ...] = PRECISIONS) -> None:
+    if precision not in choices:
+        way_out = "; without_choice(precision, has_bf16) says which one it is" if precision == CHOICE else ""
+        raise ValueError(f"{precision!r} is not one of the precisions {', '.join(choices)}{way_out}")
+
+
 def without_choice(precision: str, has_bf16: bool) -> str:
     """Return what `16bit` means where BF16 hardware exists or not; any other precision as it is."""
-    return {"16bit": "bf16" if has_bf16 else "fp16"}.get(precision, precision)
+    _require_known(precision, (*PRECISIONS, CHOICE))
+    if precision != CHOICE:
+        return precision
+    return "bf16" if has_bf16 else "fp16"
 
 
 def grad_scaler(
     precision: str, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> torch.amp.GradScaler:
     """Return a GradScaler that scales for fp16 and passes everything through for the other precisions."""
+    _require_known(precision)
     enabled = precision == "fp16"
     return torch.amp.GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled)
 
@@ -82,7 +98,11 @@ def tf32(enabled: bool) -> Iterator[None]:
 
 
 def support(precision: str, device: torch.device) -> Support:
-    """Return what `device` makes of a precision. On a CPU one small product per dtype is timed, once per process."""
+    """Return what `device` makes of a precision. On a CPU one small product per dtype is timed, once per process.
+
+    That is done with one thread and in processor time (see `matmul_rate`): other programs do not change the answer.
+    """
+    _require_known(precision)
     if device.type == "cuda":
         # Excluding emulation: without it the answer for BF16 is True on a T4, which has no BF16 hardware.
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -92,7 +112,7 @@ def support(precision: str, device: torch.device) -> Support:
     if precision == "tf32":
         return Support(False, False, "TF32 is a mode of NVIDIA tensor cores, Ampere (2020) or later; use fp32")
     ratio = _cpu_slowdown(COMPUTE_DTYPE[precision])
-    dtype = str(COMPUTE_DTYPE[precision]).removeprefix("torch.")
+    dtype = _name(COMPUTE_DTYPE[precision])
     if ratio >= SLOW_RATIO:
         return Support(True, True, f"a {dtype} product takes {_rounded(ratio)} times as long as a float32 one here")
     return Support(True, False, f"a {dtype} product takes {ratio:.1f} times as long as a float32 one here")
@@ -103,6 +123,7 @@ def cuda_support(precision: str, capability: tuple[int, int], bf16_hardware: boo
 
     Tensor cores: FP16 since Volta (7.0), TF32 and BF16 since Ampere (8.0).
     """
+    _require_known(precision)
     card = f"compute capability {capability[0]}.{capability[1]}"
     if precision == "fp32":
         return Support(True, False, "native")
@@ -138,7 +159,7 @@ def steps_for(steps: int, answer: Support) -> int:
 @lru_cache(maxsize=8)
 def _cpu_slowdown(dtype: torch.dtype) -> float:
     cpu = torch.device("cpu")
-    return matmul_rate(torch.float32, cpu, 256) / matmul_rate(dtype, cpu, 256, repeats=2)
+    return matmul_rate(torch.float32, cpu, 256, repeats=10) / matmul_rate(dtype, cpu, 256, repeats=3)
 
 
 def _rounded(ratio: float) -> str:
@@ -149,20 +170,36 @@ def _rounded(ratio: float) -> str:
 def matmul_rate(dtype: torch.dtype, device: torch.device, n: int, repeats: int = 5) -> float:
     """Return the FLOP/s of an n×n by n×n product, 2n³ operations: the best of `repeats` after one warm-up.
 
-    On CUDA ten products are timed together with events, so that launch overhead does not count. The numbers are random
-    (zeros are faster) and drawn apart from torch's global generator: probing changes no training.
+    On CUDA ten products are timed together with events, so that launch overhead does not count. On a CPU one thread is
+    timed, by its processor time, and its rate is multiplied by the number of torch's threads. That is an upper bound:
+    threads that share a core or a small product reach less. The clock would tell what all of them reach, but while
+    other programs compute, threads wait for each other, and it errs by factors of 100. The numbers are random (zeros
+    are faster) and drawn apart from torch's global generator: probing changes no training.
     """
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
-    a @ b
     if device.type == "cuda":
-        return 2 * n**3 / min(_cuda_seconds(a, b) for _ in range(repeats))
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
         a @ b
-        seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
+        return 2 * n**3 / min(_cuda_seconds(a, b) for _ in range(repeats))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a @ b
+        seconds = min(_one_threads_seconds(a, b) for _ in range(repeats))
+    finally:
+        torch.set_num_threads(threads)
+    return threads * 2 * n**3 / seconds
+
+
+def _one_threads_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    start = _processor_seconds()
+    a @ b
+    return _processor_seconds() - start
+
+
+def _processor_seconds() -> float:
+    """Return this thread's processor time. Windows counts it in steps of 16 ms, so there it is the clock's time."""
+    return time.perf_counter() if sys.platform == "win32" else time.thread_time()
 
 
 def _cuda_seconds(a: torch.Tensor, b: torch.Tensor, products: int = 10) -> float:
@@ -188,9 +225,11 @@ def datasheet_tflops(card: str) -> dict[str, float]:
 def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
     """Return (FLOP/s, where it is from): the denominator of an MFU.
 
-    A datasheet's dense peak if the card is known, else a product measured here. On a CPU always the float32 product:
-    16-bit ones are too slow to be anybody's peak. An MFU without its denominator says nothing.
+    A datasheet's dense peak if the card is known, else a product measured here. On a CPU the float32 product's, or that
+    of the precision's own dtype where it is faster: a 16-bit product without hardware is nobody's peak. An MFU without
+    its denominator says nothing.
     """
+    _require_known(precision)
     if device.type == "cuda":
         peaks = datasheet_tflops(torch.cuda.get_device_name(device))
         key = "bf16" if precision == "pure_bf16" else precision
@@ -199,5 +238,17 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
         with tf32(precision == "tf32"):
             rate = matmul_rate(COMPUTE_DTYPE[precision], device, 4096)
         return rate, f"{rate / 1e12:.3g} TFLOP/s, a 4096² product measured here"
-    rate = statistics.median(matmul_rate(torch.float32, device, 512) for _ in range(3))
-    return rate, f"{rate / 1e12:.2g} TFLOP/s, a float32 512² product measured here"
+    rates = {dtype: matmul_rate(dtype, device, 512) for dtype in _worth_measuring(precision, device)}
+    dtype = max(rates, key=rates.get)
+    how = f"one thread's rate × {torch.get_num_threads()}"
+    return rates[dtype], f"{rates[dtype] / 1e12:.2g} TFLOP/s, a {_name(dtype)} 512² product measured here, {how}"
+
+
+def _worth_measuring(precision: str, device: torch.device) -> list[torch.dtype]:
+    own = COMPUTE_DTYPE[precision]
+    slow = own != torch.float32 and support(precision, device).slow  # then a product of 512² takes a second
+    return [torch.float32] if slow or own == torch.float32 else [torch.float32, own]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

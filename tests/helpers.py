@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,21 @@ def committed(path: str) -> str:
     except FileNotFoundError:
         return (REPO / path).read_text(encoding="utf-8")
     return answer.stdout.decode() if answer.returncode == 0 else (REPO / path).read_text(encoding="utf-8")
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Measure memory inside: the same bytes on every CPU.
+
+    With AVX-512 or AMX oneDNN copies the weight of a 16-bit product into a layout of its own. That is a library's
+    workspace, which predictions leave out; beside a small model it is one or two per cent of the peak.
+    """
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def fill_hub_cache(folder: Path) -> nn.Module:

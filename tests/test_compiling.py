@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import logging
 import shutil
+import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,3 +87,28 @@ def test_cuda_graphs_are_left_out_where_gradients_accumulate():
     assert CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda).mode == "reduce-overhead"
     assert CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda, accumulates=True).mode == "default"
     assert CompiledLoss(lab.lm_loss_sum, "max-autotune", cuda, True).mode == "max-autotune-no-cudagraphs"
+
+
+def test_two_known_warnings_are_silent_and_no_others():
+    seen, logger = [], logging.getLogger("torch._inductor.utils")
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always")
+            compiling.silence_known_warnings()
+            for text in (compiling.FEW_SMS, "another"):
+                logger.warning(text, extra={"min_sms": 68, "avail_sms": 24})
+            for text in (f"{compiling.TF32_IS_OFF}. Consider setting it", "another"):
+                warnings.warn(text, stacklevel=1)
+    finally:
+        logger.removeHandler(handler)
+    assert seen == ["another"] and [str(w.message) for w in raised] == ["another"]
+
+
+@pytest.mark.parametrize(("text", "module"), [(compiling.FEW_SMS, "utils"), (compiling.TF32_IS_OFF, "compile_fx")])
+def test_torch_still_says_what_is_silenced(text, module):
+    """If its text changes, it is seen again."""
+    source = Path(torch.__file__).parent / "_inductor" / f"{module}.py"
+    assert text in source.read_text(encoding="utf-8")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 import labutils as lab
 from labutils import experiment, precision
-from labutils.experiment import UNTIMED_STEPS, build_batches, learning_rate_at
-from tests.helpers import CPU
+from labutils.checkpointing import BLOCKS_PER_UNIT
+from labutils.experiment import UNTIMED_STEPS, build_batches, build_experiment_model, learning_rate_at
+from tests.helpers import CPU, slow
 
 TINY = {"name": "tiny", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "lr_warmup_steps": 1}
 
@@ -155,3 +158,56 @@ def test_running_out_of_memory_while_measuring_keeps_the_training(runs, monkeypa
     record = run()
     assert (record.outcome, len(record.series.loss)) == ("out_of_memory", 3)
     assert record.timing is not None
+
+
+SWITCHES = [  # beside the optimizers: whatever registers hooks, keeps tensors aside or replaces parts of the model
+    *({"precision": name} for name in ("fp16", "bf16", "pure_bf16")),
+    *({"gradient_checkpointing": policy} for policy in BLOCKS_PER_UNIT),
+    *({"attention": kernel, "dropout": 0.0} for kernel in ("eager", "sdpa", "math", "flash")),
+    {"loss_chunk_tokens": 8},
+    {"use_cache": True},
+    {"pad_vocab": True},
+    {"save_every": 1},
+    {"eval_every": 1},
+    {"max_grad_norm": 1.0},
+    pytest.param({"compile": "default"}, marks=slow),
+]
+ALONE = {"tokens_per_step": 32, "max_grad_norm": 0.0}  # one micro-batch, no clipping: a step in backward allows it
+LEAN = {"gradient_checkpointing": "block", "loss_chunk_tokens": 8, "optimizer_in_backward": True}
+OPTIMIZERS = [
+    {"optimizer": name, "optimizer_in_backward": inside}
+    for name in ("adamw", "adamw_bf16", "adamw_8bit", "sgd")
+    for inside in (False, True)
+]
+
+
+@pytest.mark.parametrize("changes", [*OPTIMIZERS, LEAN, *SWITCHES], ids=str)
+def test_nothing_of_the_model_outlives_its_run(changes, runs, monkeypatch):
+    assert left_alive_by(run, monkeypatch, **(ALONE | changes)) == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_nothing_of_the_model_outlives_a_run_that_ends_early(error, runs, monkeypatch):
+    """The error's traceback has the frames in which the model lived."""
+
+    def stop(*_args, **_kwargs):
+        raise error("CUDA out of memory.")
+
+    monkeypatch.setattr(experiment.memory, "measure_step", stop)
+    assert left_alive_by(run, monkeypatch, **ALONE, optimizer_in_backward=True) == 0
+
+
+def left_alive_by(call, monkeypatch, **changes):
+    """Return how many parameters of the model that `call(**changes)` trains are alive after it."""
+    references = []
+
+    def build(*args):
+        model = build_experiment_model(*args)
+        references.extend(weakref.ref(p) for p in model.parameters())
+        return model
+
+    monkeypatch.setattr(experiment, "build_experiment_model", build)
+    call(**changes)
+    lab.free_memory()
+    assert len(references) > 20
+    return sum(reference() is not None for reference in references)

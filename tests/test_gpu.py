@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -10,15 +12,17 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import device, experiment, memory, precision, solver
+from labutils import device, experiment, memory, precision, solver, training
 from labutils.checkpointing import BLOCKS_PER_UNIT
 from labutils.cli import main
 from labutils.memory import cuda_memory, tensor_bytes
 from labutils.predict import card_named
 from labutils.records import load_record, runs_dir
 from labutils.training import to_device
+from tests.helpers import REPO
 
 pytestmark = pytest.mark.gpu
+card = pytest.mark.gpu_card  # with the reason beside it; never on a test of memory
 CUDA = torch.device("cuda")
 SMALL = {"model": "gpt2-nano", "seq_len": 64, "micro_batch_size": 4, "tokens_per_step": 512, "steps": 12}
 
@@ -155,8 +159,12 @@ def test_free_memory_resets_the_peak_after_the_garbage_is_gone():
     assert cuda_memory(CUDA)["peak"] <= start + 2**20
 
 
-def test_no_host_synchronisation_per_step():
-    """Pinned batches go over without a wait; targets are counted before they do; nothing is read back."""
+def test_no_host_synchronisation_per_step(monkeypatch):
+    """Pinned batches go over without a wait; targets are counted before they do; nothing is read back.
+
+    But for the losses once a second, which are meant to be: however long these steps take, that second is not over.
+    """
+    monkeypatch.setattr(training._StepLog, "due", lambda self: False)
     model = lab.build_model().to(CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     blocks, _ = lab.load_corpus().split(64)
@@ -188,6 +196,20 @@ def test_out_of_memory_is_an_outcome_and_memory_comes_back(runs):
     assert record.outcome == "out_of_memory"
     lab.free_memory()
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_running_out_of_memory_says_nothing_on_stderr():
+    """With labutils imported before torch, as in the notebooks; torch's C++ code would log two lines."""
+    body = """
+import labutils as lab
+import torch
+try:
+    torch.empty(2**50, device="cuda")
+except torch.OutOfMemoryError:
+    print("out of memory")
+"""
+    answer = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, cwd=REPO, check=False)
+    assert (answer.stdout, answer.stderr) == ("out of memory\n", "")
 
 
 def test_bf16_support_is_not_emulation():
@@ -230,6 +252,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
         assert (gradient(policy, "auto") - plain).norm() <= spread, policy
 
 
+@card  # compiled kernels compute the losses
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
     eager, compiled = (
@@ -250,6 +273,7 @@ def test_batches_go_through_pinned_memory():
     assert any("Pinned -> Device" in event.name for event in profile.events())
 
 
+@card  # a bench of speed, one of its arms compiled
 def test_quick_bench_on_cuda(runs, capsys):
     small = [f"--set={key}={value}" for key, value in SMALL.items() if key not in ("steps", "tokens_per_step")]
     assert main(["bench", "--quick", "--arms", "source", "plain_compiled", *small]) == 0
@@ -312,7 +336,7 @@ def test_peak_allocated_on_cuda():
 
 
 def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch):
-    small = {"model": "gpt2-nano", "steps": 8, "lr_warmup_steps": 2, "save_every": 2, "name": "short"}
+    small = SMALL | {"steps": 8, "lr_warmup_steps": 2, "save_every": 2, "name": "short"}
 
     def run(resume=False):
         config = lab.load_config("fp16", **small)

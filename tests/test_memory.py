@@ -21,7 +21,7 @@ from labutils.memory import (
     thinned,
 )
 from labutils.precision import autocast, grad_scaler
-from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum
+from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, without_onednn
 
 WIDTH, ROWS = 64, 32
 
@@ -36,7 +36,8 @@ def step_report(model, batches, **options):
     x = torch.randn(ROWS, WIDTH)
     model(x).sum().backward()
     optimizer.step()
-    return lab.measure_step(model, batches, lambda m, b: m(b).sum(), optimizer, count_targets=len, **options)
+    with without_onednn():
+        return lab.measure_step(model, batches, lambda m, b: m(b).sum(), optimizer, count_targets=len, **options)
 
 
 def test_standing_bytes_are_exact():

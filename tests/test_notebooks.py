@@ -121,6 +121,13 @@ def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(na
     assert "pip install -e ." in answer.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_labutils_is_imported_before_torch(name):
+    """It tells torch's C++ code what to log, and torch reads that once: out of memory would be written to stderr."""
+    first = sections(read(name))["setup"][0]
+    assert first.index("import labutils") < first.index("import torch")
+
+
 def test_carriage_returns_are_folded():
     cell = nbformat.v4.new_code_cell("x")
     cell.outputs = [

@@ -118,8 +118,8 @@ FAULTS = [
     Fault(
         "precision",
         "a multiplication and an addition counted as one operation",
-        "return 2 * n**3 / min(seconds)",
-        "return n**3 / min(seconds)",
+        "return threads * 2 * n**3 / seconds",
+        "return threads * n**3 / seconds",
         "test_precision.py::test_a_multiplication_and_an_addition_are_two_operations",
     ),
     Fault(

@@ -57,6 +57,12 @@ def test_drawing_makes_an_axis_if_none_is_given(name):
     plt.close("all")
 
 
+def test_a_field_without_a_number_stays_empty():
+    ax = plotting.heat_map(np.array([[1.0, np.nan], [2.0, 3.0]]), "ab", "cd")
+    assert [text.get_text() for text in ax.texts] == ["1", "2", "3"]
+    plt.close("all")
+
+
 def test_repeated_runs_share_a_bar_and_bars_show_the_numbers():
     ax = plotting.step_times(runs())
     assert [t.get_text() for t in ax.get_yticklabels()] == ["fp32", "bf16"]

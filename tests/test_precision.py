@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+import labutils as lab
 from labutils import precision
 from labutils.precision import PrecisionUnsupported, Support, cuda_support, steps_for
 from tests.helpers import CPU
@@ -78,6 +83,37 @@ def test_autocast_gives_the_dtype_of_the_precision(name, dtype):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
+ASKED = {
+    "autocast": lambda name: precision.autocast(name, CPU),
+    "grad_scaler": lambda name: precision.grad_scaler(name, CPU),
+    "support": lambda name: precision.support(name, CPU),
+    "cuda_support": lambda name: precision.cuda_support(name, (8, 0), True),
+    "require": lambda name: precision.require(name, CPU),
+    "peak_rate": lambda name: precision.peak_rate(name, CPU),
+}
+
+
+@pytest.mark.parametrize("name", ["16bit", "FP16", "half", ""])
+@pytest.mark.parametrize("ask", ASKED.values(), ids=list(ASKED))
+def test_what_is_no_precision_is_refused_with_the_choices(ask, name):
+    with pytest.raises(ValueError, match="fp32, tf32, fp16, bf16, pure_bf16"):
+        ask(name)
+
+
+def test_a_choice_between_precisions_is_no_precision_until_it_is_made():
+    with pytest.raises(ValueError, match="without_choice"):
+        precision.autocast("16bit", CPU)
+    assert [precision.without_choice("16bit", has_bf16) for has_bf16 in (True, False)] == ["bf16", "fp16"]
+    assert [precision.without_choice(p, False) for p in precision.PRECISIONS] == list(precision.PRECISIONS)
+    with pytest.raises(ValueError, match="pure_bf16, 16bit"):
+        precision.without_choice("half", True)
+
+
+def test_configs_know_the_same_precisions():
+    choices = set(lab.config.Config.model_fields["precision"].annotation.__args__)
+    assert choices == {*precision.PRECISIONS, precision.CHOICE}
+
+
 def test_only_fp16_is_scaled():
     scaled = {p for p in precision.PRECISIONS if precision.grad_scaler(p, CPU).is_enabled()}
     assert scaled == {"fp16"}
@@ -122,5 +158,57 @@ def test_peak_rate_says_where_it_is_from():
 
 
 def test_a_multiplication_and_an_addition_are_two_operations(monkeypatch):
-    monkeypatch.setattr(precision.time, "perf_counter", itertools.count().__next__)  # every product takes one second
-    assert precision.matmul_rate(torch.float32, CPU, 8) == 2 * 8**3
+    monkeypatch.setattr(precision, "_processor_seconds", itertools.count().__next__)  # every product takes one second
+    assert precision.matmul_rate(torch.float32, CPU, 8) == 2 * 8**3 * torch.get_num_threads()
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_probing_puts_the_number_of_threads_back(failing, monkeypatch):
+    def broken():
+        raise RuntimeError("inside")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        if failing:
+            monkeypatch.setattr(precision, "_processor_seconds", broken)
+        with pytest.raises(RuntimeError, match="inside") if failing else nullcontext():
+            precision.matmul_rate(torch.float32, CPU, 8)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def busy_machine():
+    """More programs that compute than there are CPUs."""
+    loop = [sys.executable, "-c", "while True: pass"]
+    programs = [subprocess.Popen(loop) for _ in range(2 + (os.cpu_count() or 1))]
+    yield
+    for program in programs:
+        program.kill()
+        program.wait()
+
+
+def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
+    """By the clock, two threads that wait for each other give ratios from 0.0 to 200.
+
+    A factor of 3 remains possible: a program on the same core takes its share of the caches and of the core.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for dtype in (torch.float16, torch.bfloat16):
+            ratios = [precision._cpu_slowdown.__wrapped__(dtype) for _ in range(5)]
+            assert max(ratios) < 3 * min(ratios), ratios
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
+    rates = {torch.float32: 1e12, torch.bfloat16: 3e12, torch.float16: 5e11}
+    monkeypatch.setattr(precision, "matmul_rate", lambda dtype, device, n: rates[dtype])
+    monkeypatch.setattr(precision, "_cpu_slowdown", lambda dtype: rates[torch.float32] / rates[dtype])
+    found = {p: precision.peak_rate.__wrapped__(p, CPU) for p in ("fp32", "fp16", "bf16", "pure_bf16")}
+    assert {p: rate for p, (rate, _) in found.items()} == {"fp32": 1e12, "fp16": 1e12, "bf16": 3e12, "pure_bf16": 3e12}
+    assert "bfloat16" in found["bf16"][1] and "float32" in found["fp16"][1]

@@ -30,13 +30,13 @@ from labutils.memory import (
 )
 from labutils.predict import Sweep, predict_memory, predict_module, tracing_works
 from labutils.trace import BIRTH, DEATH, OPERATION, Event, Segment, Storage, Trace
-from tests.helpers import CPU, slow
+from tests.helpers import CPU, slow, without_onednn
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "dropout": 0.0}
 
 
 def measured(config):
-    """Return the profiler's ledger of one real step of a config on the CPU."""
+    """Return the profiler's ledger of one real step of a config on the CPU, without oneDNN."""
     model = experiment.build_experiment_model(config, CPU)
     optimizer = experiment.build_optimizer(model, config)
     for parameter in model.parameters():
@@ -44,28 +44,27 @@ def measured(config):
     optimizer.step()
     batch = {"input_ids": torch.zeros(config.micro_batch_size, config.seq_len, dtype=torch.int64)}
     batch["labels"] = batch["input_ids"]
-    return memory.measure_step(
-        model,
-        [batch] * config.grad_accum_steps,
-        partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
-        optimizer,
-        autocast=lambda: precision.autocast(config.precision, CPU),
-        max_grad_norm=config.max_grad_norm,
-    )
+    with without_onednn():
+        return memory.measure_step(
+            model,
+            [batch] * config.grad_accum_steps,
+            partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
+            optimizer,
+            autocast=lambda: precision.autocast(config.precision, CPU),
+            max_grad_norm=config.max_grad_norm,
+        )
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", pytest.param("for_loop", marks=slow)])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "pure_bf16"])
-def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, implementation, monkeypatch):
+def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, implementation):
     changes = {"precision": name, "optimizer_impl": implementation, "tokens_per_step": 64 * accumulate}
     config = lab.load_config("fp32", **TINY, **changes)
     predicted, real = predict_memory(config, "cpu"), measured(config.on("cpu"))
     assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
     assert sum(real.phases[predicted.peak_phase].values()) == pytest.approx(real.peak_bytes, rel=0.005)  # or a tie
-    # With AMX or AVX-512 oneDNN copies 16-bit weights into its own layout for a product: a library's workspace.
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    for phase, parts in measured(config.on("cpu")).phases.items():
+    for phase, parts in real.phases.items():
         ours = predicted.phases[phase]
         near = partial(pytest.approx, rel=0.005, abs=0.002 * real.peak_bytes)
         assert ours[PARAMETERS] == parts[PARAMETERS]
@@ -319,14 +318,15 @@ def test_any_module_is_predicted_and_left_alone(name):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    real = memory.measure_step(
-        model,
-        [batch],
-        lambda m, b: m(b).square().sum(),
-        optimizer,
-        count_targets=lambda b: 1,
-        autocast=lambda: precision.autocast(name, CPU),
-    )
+    with without_onednn():
+        real = memory.measure_step(
+            model,
+            [batch],
+            lambda m, b: m(b).square().sum(),
+            optimizer,
+            count_targets=lambda b: 1,
+            autocast=lambda: precision.autocast(name, CPU),
+        )
     assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
 
 
