@@ -19,6 +19,7 @@ SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: what the small pool asks the driver for
 LARGE_SEGMENT = 20 * MIB  # large_segment_size: what requests of 1 to 10 MiB are cut from
 LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own,
 ROUND_LARGE = 2 * MIB  # kRoundLarge: rounded up to a multiple of this
+ADDRESSES = LARGE_SEGMENT * 2**24  # that an expandable segment can grow into: they cost nothing
 
 
 class OutOfMemory(Exception):
@@ -34,7 +35,7 @@ class Settings(NamedTuple):
 
     expandable_segments: bool = False
     max_split_size_bytes: float = math.inf
-    garbage_collection_threshold: float = 0.0  # of the limit; 0 is off
+    garbage_collection_threshold: float = 0.0  # of the cap; 0 is off
 
     @classmethod
     def parse(cls, text: str) -> Settings:
@@ -81,10 +82,15 @@ class Pool:
 
 
 class CachingAllocator:
-    """Meets requests. `allocated`, `reserved` and their peaks are bytes; `limit_bytes` is what the driver can give."""
+    """Meets requests. `allocated`, `reserved` and their peaks are bytes.
 
-    def __init__(self, limit_bytes: float = math.inf, settings: Settings = DEFAULT) -> None:
-        self.limit_bytes, self.settings = limit_bytes, settings
+    `limit_bytes` is what the driver can give; `cap_bytes` is `torch.cuda.set_per_process_memory_fraction`'s.
+    """
+
+    def __init__(
+        self, limit_bytes: float = math.inf, settings: Settings = DEFAULT, cap_bytes: float = math.inf
+    ) -> None:
+        self.limit_bytes, self.settings, self.cap_bytes = limit_bytes, settings, cap_bytes
         self.small, self.large = Pool(SMALL_SEGMENT), Pool(LARGE_SEGMENT)
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.n_retries = 0  # how often all cached segments went back before a request could be met
@@ -143,7 +149,7 @@ class CachingAllocator:
         self._collect_garbage()
         segment = segment_bytes(size)
         block = self._new_block(pool, size, segment)
-        if not block and self._release_oversize(segment):
+        if not block and self._release_oversize(pool, size):
             block = self._new_block(pool, size, segment)
         if not block:
             self.n_retries += 1
@@ -154,8 +160,10 @@ class CachingAllocator:
         return block
 
     def _new_block(self, pool: Pool, size: int, segment: int) -> Block | None:
+        if self.reserved + segment > self.cap_bytes:  # asked once: a segment that grows may exceed the cap by a piece
+            return None
         if self.settings.expandable_segments:
-            return self._grow(pool, size) if self.reserved + segment <= self.limit_bytes else None
+            return self._grow(pool, size)
         if not self._reserve(segment):
             return None
         block = Block(self._next_address, segment, pool)
@@ -188,41 +196,44 @@ class CachingAllocator:
         block.pool.remove(block)
         self.reserved -= block.size
 
-    def _release_oversize(self, segment: int) -> bool:
-        """Give back unsplit blocks beyond `max_split_size`, largest first. (release_available_cached_blocks)"""
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back a block beyond `max_split_size`, or as many as it takes. (release_available_cached_blocks)"""
         longest, found = self.settings.max_split_size_bytes, 0
         if longest == math.inf:
             return False
-        for size, _, block in reversed(self.large.free[:]):
-            if found >= segment or size < longest:
+        size = max(size, longest)
+        at = bisect.bisect_left(pool.free, (size, -1))
+        if at < len(pool.free):
+            self._release(pool.free[at][2])
+            return True
+        for length, _, block in reversed(pool.free[:]):  # none is large enough: the largest first
+            if found >= size or length < longest:
                 break
-            if not block.previous and not block.next:
-                self._release(block)
-                found += size
-        return found >= segment
+            self._release(block)
+            found += length
+        return found >= size
 
     def _collect_garbage(self) -> None:
         """Give back unsplit large blocks, those unused longest first. (garbage_collect_cached_blocks)"""
-        threshold = self.settings.garbage_collection_threshold * self.limit_bytes
-        if not self.settings.garbage_collection_threshold or self.reserved <= threshold:
+        if not self.settings.garbage_collection_threshold or self.cap_bytes == math.inf:
             return
-        target = self.reserved - threshold
+        threshold = self.settings.garbage_collection_threshold * self.cap_bytes
+        goal = threshold - self.reserved
         whole = [block for _, _, block in self.large.free if not block.previous and not block.next]
-        while target > 0 and whole:
-            ages = [self.large.clock - block.born for block in whole]
-            old = [block for block, age in zip(whole, ages, strict=True) if age >= sum(ages) / len(ages)]
-            for block in old:
-                if target > 0:
-                    self._release(block)
-                    whole.remove(block)
-                    target -= block.size
+        while goal < 0 and whole:
+            ages = {block.address: self.large.clock - block.born for block in whole}
+            mean = sum(ages.values()) / len(ages)
+            for block in [block for block in whole if ages[block.address] >= mean]:
+                self._release(block)
+                whole.remove(block)
+                goal += block.size
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Put memory behind more addresses of the expandable segment. (try_allocate_expandable_block)"""
         block = next((found for _, u in pool.unmapped if (found := _with_room(u, size))), None)
         if not block:
-            block = Block(self._next_address, 2**50, pool, mapped=False)  # addresses cost nothing
-            self._next_address += 2**50
+            block = Block(self._next_address, ADDRESSES, pool, mapped=False)
+            self._next_address += ADDRESSES
             bisect.insort(pool.unmapped, (block.address, block))
         if not block.mapped:
             block = self._map(block, size)

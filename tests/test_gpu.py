@@ -141,6 +141,21 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
     assert ours[measured.peak_phase] == pytest.approx(predicted.peak_bytes, rel=0.01)  # the same phase, or a tie
 
 
+@pytest.mark.parametrize("cap_mib", [0, 300])
+@pytest.mark.parametrize(
+    "conf", ["", "expandable_segments:True", "max_split_size_mb:64", "garbage_collection_threshold:0.6"]
+)
+def test_the_allocators_rules_are_torchs(conf, cap_mib):
+    """In a process of its own: some settings cannot be taken back."""
+    command = [sys.executable, "-m", "tests.allocator_story", str(cap_mib)]
+    environment = os.environ | {"PYTORCH_ALLOC_CONF": conf}
+    answer = subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert (cap_mib > 0) == ("0 refused" not in answer.stdout), answer.stdout
+
+
 def test_memory_limit_makes_a_large_card_small(runs):
     config = lab.load_config("fp32", steps=2, lr_warmup_steps=0, memory_limit_gib=1.0)
     record = lab.run_experiment(config, where=CUDA, progress=False)

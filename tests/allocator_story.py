@@ -1,0 +1,58 @@
+"""Hold the allocator's rules against torch's: random requests and frees on a CUDA device, all bytes compared.
+
+    PYTORCH_ALLOC_CONF=expandable_segments:True python -m tests.allocator_story CAP_MIB
+
+A test runs it in a process of its own. A cap of 0 is none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from contextlib import suppress
+
+import torch
+
+from labutils.allocator import Block, CachingAllocator, OutOfMemory, Settings
+from labutils.memory import memory_limit
+
+CUDA = torch.device("cuda")
+
+
+def ask_both(size: int, ours: CachingAllocator) -> tuple[torch.Tensor | None, Block | None]:
+    """Return what torch and our allocator hand out for a request; None where memory is out."""
+    tensor = block = None
+    with suppress(torch.OutOfMemoryError):
+        tensor = torch.empty(size, dtype=torch.uint8, device=CUDA)
+    with suppress(OutOfMemory):
+        block = ours.allocate(size)
+    return tensor, block
+
+
+def main(cap_mib: int, steps: int = 2000) -> None:
+    dice, alive, refused = random.Random(0), [], 0
+    settings = Settings.parse(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    ours = CachingAllocator(settings=settings, cap_bytes=cap_mib * 2**20 or math.inf)
+    with memory_limit(cap_mib / 1024, CUDA):
+        for step in range(steps):
+            if alive and dice.random() < 0.48:
+                tensor, block = alive.pop(dice.randrange(len(alive)))
+                del tensor
+                ours.free(block)
+            else:
+                tensor, block = ask_both(int(2 ** dice.uniform(8, 26.5)), ours)
+                assert (tensor is None) == (block is None), f"step {step}: only {'torch' if block else 'we'} refused"
+                if tensor is None:
+                    refused += 1
+                else:
+                    alive.append((tensor, block))
+                del tensor
+            found = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            assert found == (ours.allocated, ours.reserved), f"step {step}: {found} {ours.allocated, ours.reserved}"
+    print(f"{refused} refused, {ours.n_retries} times the cache was emptied; all else equal")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
