@@ -314,6 +314,8 @@ def test_lean_optimizers_train_as_the_ledger_says(runs, name):
     from tests.test_optimizers import CASES, LEAN
 
     config = lab.load_config("fp32", **(SMALL | {"tokens_per_step": 256}), **LEAN, **CASES[name])
+    if not lab.support(config.precision, CUDA).ok:
+        pytest.skip(lab.support(config.precision, CUDA).reason)
     record = lab.run_experiment(config, where=CUDA, progress=False)
     assert record.series.loss[-1] < record.series.loss[0]
     assert record.memory.peak_bytes == pytest.approx(lab.predict_memory(config, "this").peak_bytes, rel=0.02)
@@ -322,6 +324,8 @@ def test_lean_optimizers_train_as_the_ledger_says(runs, name):
 def test_xl_stays_under_its_limit(runs):
     if torch.cuda.mem_get_info()[0] < 8 * 2**30:
         pytest.skip("less than 8 GiB are free")
+    if not lab.support("pure_bf16", CUDA).ok:
+        pytest.skip(lab.support("pure_bf16", CUDA).reason)
     record = lab.run_experiment(lab.load_config("xl", steps=3, lr_warmup_steps=1), where=CUDA, progress=False)
     assert record.outcome == "completed", record.reason
     assert record.memory.peak_bytes == pytest.approx(
