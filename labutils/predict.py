@@ -29,7 +29,7 @@ from labutils.cuda_rules import cuda_rules
 from labutils.extrapolation import CannotExtrapolate, extrapolated
 from labutils.formula import closed_form
 from labutils.records import MemoryLedger
-from labutils.trace import StorageLog, Trace, trace_step
+from labutils.trace import StorageLog, Trace, each_slab_size_once, trace_step
 
 FEW_LAYERS = 2, 3  # traced in place of more: a first and a last one; of units if blocks are checkpointed together
 FEW_SEQUENCES = 2, 3  # likewise; a batch of one has views where larger ones have copies
@@ -269,6 +269,7 @@ def _fake_world(device: str) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
         if gpu:
             stack.enter_context(cuda_rules(flash=gpu.flash))
         fake = stack.enter_context(FakeTensorMode())
+        stack.enter_context(each_slab_size_once(log))
         yield stack.enter_context(log), fake
 
 

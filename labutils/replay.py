@@ -84,16 +84,17 @@ def replayed(requests: list[Request], allocator: CachingAllocator) -> CachingAll
     return allocator
 
 
-def completes(requests: list[Request], limit_bytes: float, settings: Settings) -> bool:
-    """Return whether an allocator that can have `limit_bytes` meets all requests."""
+def completes(requests: list[Request], limit_bytes: float, settings: Settings, as_cap: bool = False) -> bool:
+    """Return whether an allocator that can have `limit_bytes`, or is capped to them, meets all requests."""
+    limits = {"cap_bytes" if as_cap else "limit_bytes": limit_bytes}
     try:
-        replayed(requests, CachingAllocator(limit_bytes, settings))
+        replayed(requests, CachingAllocator(settings=settings, **limits))
     except OutOfMemory:
         return False
     return True
 
 
-def smallest_limit(requests: list[Request], free: CachingAllocator) -> int:
+def smallest_limit(requests: list[Request], free: CachingAllocator, as_cap: bool = False) -> int:
     """Return the fewest bytes with which an allocator meets all requests, to FINENESS, in whole 2 MiB.
 
     `free` is one that has met them without a limit. More may be reserved where more is there: before it gives up, the
@@ -102,7 +103,7 @@ def smallest_limit(requests: list[Request], free: CachingAllocator) -> int:
     fails, enough = free.peak_allocated // (2 * MIB) - 1, -(-free.peak_reserved // (2 * MIB))
     while enough - fails > max(1, FINENESS * enough):
         middle = (fails + enough) // 2
-        if completes(requests, middle * 2 * MIB, free.settings):
+        if completes(requests, middle * 2 * MIB, free.settings, as_cap):
             enough = middle
         else:
             fails = middle

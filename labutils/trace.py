@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from labutils import optimizers
 from labutils.cuda_rules import PRODUCTS, Gpu, borrowed, outputs_in_order
 from labutils.memory import (
     ACTIVATIONS,
@@ -196,6 +197,28 @@ def _adds_in_place(a: Any, b: Any) -> bool:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a._use_count() == 4 and torch._C._storage_Use_Count(a.untyped_storage()._cdata) == 2
+
+
+@contextmanager
+def each_slab_size_once(log: StorageLog) -> Iterator[None]:
+    """Inside, `SmallAdamW` computes one slab of each size; for the others the events of that one are repeated."""
+    update, seen = optimizers._update, {}
+
+    def update_or_repeat(p: torch.Tensor, gradient: torch.Tensor, *moments: torch.Tensor, **how: Any) -> None:
+        key = p.shape, p.dtype, gradient.dtype, len(moments)
+        if key in seen:
+            copies = {id(e.storage): replace(e.storage) for e in seen[key] if e.kind == BIRTH}
+            log.events += [e._replace(storage=copies.get(id(e.storage))) for e in seen[key]]
+            return
+        start = len(log.events)
+        update(p, gradient, *moments, **how)
+        seen[key] = log.events[start:]
+
+    optimizers._update = update_or_repeat
+    try:
+        yield
+    finally:
+        optimizers._update = update
 
 
 def tensors_in_order(module: nn.Module) -> Iterator[torch.Tensor]:
