@@ -117,6 +117,12 @@ class Prediction:
         """`needed_bytes` in GiB."""
         return self.needed_bytes / 2**30
 
+    @property
+    def bytes_taken(self) -> int:
+        """What the allocator reserves as the config says where nothing limits it: quick, to compare configs by."""
+        free = self.with_expandable if self.settings == EXPANDABLE else self.with_default
+        return free.peak_reserved
+
     def fits(self, budget_gib: float) -> bool:
         """Whether three steps complete on a card with so much memory, context included."""
         return replay.completes(self.requests, (budget_gib - CONTEXT_GIB) * 2**30, self.settings)
@@ -133,6 +139,11 @@ class PlainPrediction:
     def needed_gib(self) -> float:
         """The memory that the device must have, about, in GiB."""
         return needed_gib(self.ledger, self.device)
+
+    @property
+    def bytes_taken(self) -> int:
+        """The peak: quick, to compare configs by."""
+        return self.ledger.peak_bytes
 
     def fits(self, budget_gib: float) -> bool:
         """Whether a device has enough with so much memory."""

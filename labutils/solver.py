@@ -121,7 +121,7 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
             same = [c for c in candidates if _recipe(resolved, c) == recipe]
             everything = max(same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0)))
             whole = {key: value for key, value in everything.items() if key != "micro_batch_size"}
-            by_recipe[recipe] = min(tried(everything), tried(whole), key=lambda one: one.needed_gib)
+            by_recipe[recipe] = min(tried(everything), tried(whole), key=lambda one: one.prediction.bytes_taken)
         return by_recipe[recipe]
 
     for changes in candidates:
@@ -133,7 +133,7 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
                 return without_the_superfluous(found, budget_gib)
     furthest = max(_for_the_last(changes)[1:] for changes in candidates)  # other recipes keep more bytes per parameter
     recipes = {_recipe(resolved, changes) for changes in candidates if _for_the_last(changes)[1:] == furthest}
-    found = min(map(smallest, recipes), key=lambda one: one.needed_gib)
+    found = min(map(smallest, recipes), key=lambda one: one.prediction.bytes_taken)
     return without_the_superfluous(found, max(budget_gib, found.needed_gib))
 
 

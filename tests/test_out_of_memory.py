@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import device, experiment, out_of_memory, solver
+from labutils import device, experiment, memory, out_of_memory, solver
 from labutils.formula import closed_form, on_a_cpu
 from tests.helpers import CPU, REPO, slow
 
@@ -68,6 +68,31 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     assert not any("precision" in one.changes for one in wanted)  # 16 bits are slow on most CPUs
     monkeypatch.setattr(device, "free_bytes", lambda _: 2**20)
     assert out_of_memory.ways_out(config, CPU).startswith("Nothing makes it fit the 1 MiB that are free; least, ")
+
+
+def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
+    """The config alone would run in what is free now: so something else was alive, or what ran was larger."""
+    monkeypatch.setattr(device, "free_bytes", lambda _: 4 * GIB)
+    answer = out_of_memory.ways_out(lab.load_config("fp32"), CPU)
+    assert answer.startswith("Alone fp32 needs ") and "4.00 GiB are free now" in answer
+    assert "fits" not in answer and "Delete what you no longer need" in answer
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "hip", "answer"),
+    [
+        ("linux", "6.1.0", None, ""),
+        ("win32", "10", None, "not on "),
+        ("linux", "5.15-Microsoft-standard-WSL2", None, "not under WSL"),
+        ("linux", "6.1.0", "6.4", "not under ROCm"),
+    ],
+)
+def test_expandable_segments_exist_on_linux_only(monkeypatch, system, release, hip, answer):
+    monkeypatch.setattr(memory.sys, "platform", system)
+    monkeypatch.setattr(memory.platform, "release", lambda: release)
+    monkeypatch.setattr(memory.torch.version, "hip", hip)
+    found = memory.without_expandable_segments()
+    assert found.startswith(answer) and bool(found) == bool(answer)
 
 
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
@@ -180,7 +205,7 @@ def test_a_cell_without_memory_gives_a_short_answer_and_the_next_one_runs(tmp_pa
     first = done.stdout[done.stdout.index("Out of memory") :].splitlines()
     assert first[0] == "Out of memory: asked for 1,048,576.00 GiB more"
     assert first[1] == "in line 3 of step: return torch.empty(2**50, dtype=torch.uint8)"
-    assert first[2].startswith("For `config` (fp32): By the ledger fp32 needs 7")
+    assert first[2].startswith("For `config` (fp32): Alone fp32 needs 7")
     assert "DefaultCPUAllocator" not in done.stdout
     assert "ZeroDivisionError" in done.stdout and "same number of elements" in done.stdout  # other errors look as ever
 

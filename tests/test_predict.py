@@ -345,6 +345,8 @@ def test_predict_command(capsys):
     assert answer["peak_bytes"] == sum(answer["categories"].values())
     assert answer["peak_phase"] in answer["phases"]
     assert answer["fits"] is True
+    assert answer["peak_bytes"] <= answer["reserved_bytes"] < answer["needed_bytes"] == answer["needed_gib"] * 2**30
+    assert answer["reserved_expandable_bytes"] < answer["needed_expandable_bytes"] <= answer["needed_bytes"]
     nano = ["predict", "fp32", "--set", "model=gpt2-nano", "--set", "activation=gelu_tanh"]
     assert main([*nano, "--gpu-memory-gib", "0.6"]) == 0
     printed = capsys.readouterr().out

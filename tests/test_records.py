@@ -256,7 +256,7 @@ def test_out_of_memory_is_an_outcome_not_a_crash(runs, monkeypatch):
     monkeypatch.setattr(experiment, "train", fail)
     run = tiny_run()
     assert run.outcome == "out_of_memory"
-    assert run.reason.startswith("asked for 20.00 GiB more. By the ledger fp32 needs ")
+    assert run.reason.startswith("asked for 20.00 GiB more. Alone fp32 needs ")
     assert load_record(run.id).outcome == "out_of_memory"
 
 
