@@ -1,4 +1,4 @@
-"""Thirty faults, planted one at a time in a copy of the package: the fast test named beside a fault must fail there.
+"""37 faults, planted one at a time in a copy of the package: the fast test named beside a fault must fail there.
 
 A test that never fails proves nothing; here each is seen to fail. Not named are tests that replace source lines
 themselves (as those of test_accumulation.py do): they fail on any change, whether they understand it or not.
@@ -166,16 +166,16 @@ FAULTS = [
     ),
     Fault(
         "predict",
-        "requests not rounded up to 512 bytes",
-        'block=1 if device == "cpu" else CUDA_BLOCK',
-        "block=1",
-        "test_predict.py::test_a_request_is_rounded_up_on_cuda_only",
+        "a card traced by a CPU's rules",
+        'gpu = None if device == "cpu" else card_named(device).gpu',
+        "gpu = None",
+        "test_replay.py::test_categories_add_up_to_what_the_allocator_has_given",
     ),
     Fault(
         "predict",
         "gradients of earlier micro-batches forgotten",
-        "2 if accumulates else 1",
-        "1",
+        "self._at(micro_batch_size, min(n_micro_batches, 2))",
+        "self._at(micro_batch_size, 1)",
         "test_predict.py::test_gradients_stay_alive_between_micro_batches",
     ),
     Fault(
@@ -184,6 +184,55 @@ FAULTS = [
         "twin.train(),",
         "twin.eval(),",
         "test_predict.py::test_a_module_is_predicted_in_training_mode_and_left_in_its_own",
+    ),
+    Fault(
+        "replay",
+        "requests not rounded up to 512 bytes",
+        "n_bytes = rounded(storage.n_bytes) if self.on_card else storage.n_bytes",
+        "n_bytes = storage.n_bytes",
+        "test_predict.py::test_a_request_is_rounded_up_on_cuda_only",
+    ),
+    Fault(
+        "replay",
+        "optimizer state made in every step",
+        "storage.category in LASTING and id(storage) in alive",
+        "storage.category not in LASTING and id(storage) in alive",
+        "test_replay.py::test_the_first_step_makes_what_later_ones_find",
+    ),
+    Fault(
+        "extrapolation",
+        "backward frees in the order of forward",
+        "if -there.unit in steps:",
+        "if there.unit == 0:",
+        "test_predict.py::test_each_layer_frees_what_is_its_own_however_deep[True]",
+    ),
+    Fault(
+        "allocator",
+        "every rest split off",
+        "return remaining > SMALL_REQUEST and size",
+        "return remaining > 0 and size",
+        "test_allocator.py::test_a_rest_of_more_than_a_mib_is_split_off_in_the_large_pool_only",
+    ),
+    Fault(
+        "allocator",
+        "free neighbours not merged",
+        "if neighbour and not neighbour.used and neighbour.mapped:\n                block.pool",
+        "if neighbour and neighbour.used is None:\n                block.pool",
+        "test_allocator.py::test_neighbours_merge_and_holes_between_living_blocks_do_not",
+    ),
+    Fault(
+        "allocator",
+        "gives up before it returns what is cached",
+        "            self.empty_cache()\n            block = self._new_block",
+        "            block = self._new_block",
+        "test_allocator.py::test_before_it_gives_up_it_returns_what_is_cached",
+    ),
+    Fault(
+        "cuda_rules",
+        "rows and columns of a bias's gradient mixed up",
+        "def _column_sums(gpu: Gpu, n_rows: int, n_columns: int)",
+        "def _column_sums(gpu: Gpu, n_columns: int, n_rows: int)",
+        "test_cuda_rules.py::test_a_bias_gradient_is_summed_through_a_buffer",
     ),
     Fault(
         "memory",
@@ -294,7 +343,7 @@ def is_here(test: str) -> bool:
 
 
 def test_every_planted_fault_fits_the_source_and_is_python():
-    assert len({str(fault) for fault in FAULTS}) == 30
+    assert len({str(fault) for fault in FAULTS}) == 37
     for fault in FAULTS:
         compile(planted(fault), str(fault), "exec")
 
