@@ -9,6 +9,7 @@ tensors take.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +29,7 @@ from labutils.config import Config
 from labutils.cuda_rules import cuda_rules
 from labutils.extrapolation import CannotExtrapolate, extrapolated
 from labutils.formula import closed_form
+from labutils.memory import without_expandable_segments
 from labutils.records import MemoryLedger
 from labutils.trace import StorageLog, Trace, each_slab_size_once, trace_step
 
@@ -36,6 +38,7 @@ FEW_SEQUENCES = 2, 3  # likewise; a batch of one has views where larger ones hav
 KNOWN_GOOD_TORCH = "2.11 to 2.13"
 CPU = torch.device("cpu")
 DEFAULT, EXPANDABLE = Settings(), Settings(expandable_segments=True)
+MARGIN = 1.01  # of what the allocator needs at least: so near the prediction is; less than that is no "fits"
 ALLOWANCE = 1.1  # times the peak: a rule of thumb, where the allocator was not replayed (a CPU, the closed form)
 
 
@@ -101,16 +104,23 @@ class Prediction:
         return replay.replayed(self.requests, CachingAllocator(settings=EXPANDABLE))
 
     @cached_property
+    def as_set(self) -> CachingAllocator:
+        """The same as the config and, for the GPU here, PYTORCH_ALLOC_CONF say."""
+        known = {DEFAULT: self.with_default, EXPANDABLE: self.with_expandable}
+        return known.get(self.settings) or replay.replayed(self.requests, CachingAllocator(settings=self.settings))
+
+    @cached_property
     def needed_expandable_bytes(self) -> int:
-        """The memory of the smallest card with expandable segments, context included."""
-        return replay.smallest_limit(self.requests, self.with_expandable) + round(CONTEXT_GIB * 2**30)
+        """The memory of the smallest card with expandable segments, context and MARGIN included."""
+        return self._needed(self.with_expandable)
 
     @cached_property
     def needed_bytes(self) -> int:
-        """The memory of the smallest card on which three steps complete as the config says, context included."""
-        if self.settings == EXPANDABLE:
-            return self.needed_expandable_bytes
-        return replay.smallest_limit(self.requests, self.with_default) + round(CONTEXT_GIB * 2**30)
+        """The memory of the smallest card on which three steps complete, context and MARGIN included."""
+        return self.needed_expandable_bytes if self.settings == EXPANDABLE else self._needed(self.as_set)
+
+    def _needed(self, free: CachingAllocator) -> int:
+        return round(MARGIN * replay.smallest_limit(self.requests, free) + CONTEXT_GIB * 2**30)
 
     @property
     def needed_gib(self) -> float:
@@ -119,13 +129,12 @@ class Prediction:
 
     @property
     def bytes_taken(self) -> int:
-        """What the allocator reserves as the config says where nothing limits it: quick, to compare configs by."""
-        free = self.with_expandable if self.settings == EXPANDABLE else self.with_default
-        return free.peak_reserved
+        """What the allocator reserves where nothing limits it: quick, to compare configs by."""
+        return self.as_set.peak_reserved
 
     def fits(self, budget_gib: float) -> bool:
-        """Whether three steps complete on a card with so much memory, context included."""
-        return replay.completes(self.requests, (budget_gib - CONTEXT_GIB) * 2**30, self.settings)
+        """Whether three steps complete on a card with so much memory, context and MARGIN included."""
+        return replay.completes(self.requests, (budget_gib - CONTEXT_GIB) * 2**30 / MARGIN, self.settings)
 
 
 @dataclass(frozen=True)
@@ -169,8 +178,7 @@ class Sweep:
         trace = self._at(micro_batch_size, min(n_micro_batches, 2))
         if self.device == "cpu":
             return PlainPrediction(replay.ledger(trace, min(n_micro_batches, 2), "predicted for cpu", None), "cpu")
-        settings = EXPANDABLE if self.config.expandable_segments else DEFAULT
-        return Prediction(trace, n_micro_batches, self.device, settings)
+        return Prediction(trace, n_micro_batches, self.device, _settings(self.config, self.device))
 
     def _at(self, micro_batch_size: int, n_micro_batches: int) -> Trace:
         """Return a trace; a second micro-batch meets the gradients of the first, and all later ones are like it."""
@@ -197,6 +205,16 @@ class Sweep:
             with suppress(CannotExtrapolate):  # an optimizer that goes through the parameters one by one
                 return extrapolated(traced(low), traced(high), (n_layer - low) // unit)
         return traced(n_layer)
+
+
+def _settings(config: Config, device: str) -> Settings:
+    """Return how a config's run sets the allocator: on the GPU here the environment counts, and what the system has."""
+    if device != "this":
+        return EXPANDABLE if config.expandable_segments else DEFAULT
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    found = Settings.parse(text)
+    wanted = found.expandable_segments or config.expandable_segments
+    return found._replace(expandable_segments=wanted and not without_expandable_segments())
 
 
 def _step_only(config: Config) -> Config:

@@ -11,7 +11,7 @@ import pytest
 
 import labutils as lab
 from labutils import optimizers, predict, replay
-from labutils.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator
+from labutils.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
 from labutils.cards import CONTEXT_GIB, resolve
 from labutils.memory import ROUNDING, WORKSPACES
 from labutils.records import REFERENCE_DIR
@@ -19,7 +19,13 @@ from labutils.trace import BIRTH, LASTING
 from tests.helpers import slow
 
 CARDS = {"NVIDIA H200": "h200", "Tesla T4": "t4", "NVIDIA GeForce RTX 4060": "rtx4060"}
-FIGURES = ("allocated", "reserved", "reserved_expandable", "smallest_cap", "smallest_cap_expandable")
+FIGURES = {
+    "allocated": 0.005,
+    "reserved": 0.02,
+    "reserved_expandable": 0.02,
+    "smallest_cap": 0.03,
+    "smallest_cap_expandable": 0.03,
+}
 NANO = {"model": "gpt2-nano", "seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 1024}
 
 
@@ -38,30 +44,25 @@ def predicted(row: dict[str, str]) -> dict[str, int]:
         "allocated": plain.peak_allocated,
         "reserved": plain.peak_reserved,
         "reserved_expandable": expandable.peak_reserved,
+        "needed": found.needed_bytes - round(CONTEXT_GIB * 2**30),
+        "needed_expandable": found.needed_expandable_bytes - round(CONTEXT_GIB * 2**30),
         "smallest_cap": replay.smallest_limit(found.requests, plain, as_cap=True),
         "smallest_cap_expandable": replay.smallest_limit(found.requests, expandable, as_cap=True),
     }
 
 
-def errors(rows: list[dict[str, str]]) -> dict[str, list[float]]:
-    """Return for each figure the relative errors of the predictions, row by row."""
+def check(rows: list[dict[str, str]]) -> None:
+    """Allocated within 0.5 %; nine of ten reserved figures within 2 %, caps within 3 %; none further off than 6 %.
+
+    And never a false "fits": what is called enough completes.
+    """
     found = [predicted(row) for row in rows]
-    return {
-        name: [ours[name] / int(row[f"{name}_bytes"]) - 1 for ours, row in zip(found, rows, strict=True)]
-        for name in FIGURES
-    }
-
-
-def check(found: dict[str, list[float]]) -> None:
-    """Allocated within 0.5 %; nine of ten reserved figures within 2 %, caps within 3 %; none further off than 6 %."""
-    assert max(map(abs, found["allocated"])) <= 0.005
-    for name, most in (("reserved", 0.02), ("reserved_expandable", 0.02)):
-        assert statistics.quantiles(map(abs, found[name]), n=10)[-1] <= most, name
-    for name in ("smallest_cap", "smallest_cap_expandable"):
-        assert statistics.quantiles(map(abs, found[name]), n=10)[-1] <= 0.03, name
-        assert min(found[name]) > -0.03, f"{name}: a false 'fits'"
-    for name in FIGURES:
-        assert max(map(abs, found[name])) <= 0.06, name
+    for name, most in FIGURES.items():
+        off = [abs(ours[name] / int(row[f"{name}_bytes"]) - 1) for ours, row in zip(found, rows, strict=True)]
+        assert statistics.quantiles(off, n=10)[-1] <= most and max(off) <= 0.06, name
+    for ours, row in zip(found, rows, strict=True):
+        assert ours["needed"] >= int(row["smallest_cap_bytes"]), row
+        assert ours["needed_expandable"] >= int(row["smallest_cap_expandable_bytes"]), row
 
 
 def test_the_table_has_many_configs_from_several_cards():
@@ -72,12 +73,12 @@ def test_the_table_has_many_configs_from_several_cards():
 
 
 def test_predictions_agree_with_a_sample_of_the_table():
-    check(errors(table()[::7]))
+    check(table()[::7])
 
 
 @slow
 def test_predictions_agree_with_the_whole_table():
-    check(errors(table()))
+    check(table())
 
 
 def nano(**changes) -> predict.Prediction:
@@ -94,9 +95,21 @@ def test_the_smallest_limit_is_enough_and_less_is_not():
         assert free.peak_allocated <= least <= free.peak_reserved
 
 
+def test_on_the_gpu_here_the_environment_and_the_system_count(monkeypatch):
+    plain, growing = (lab.load_config("fp32", expandable_segments=on) for on in (False, True))
+    monkeypatch.setattr(predict, "without_expandable_segments", lambda: "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert predict._settings(plain, "this") == Settings(False, 64 * MIB)
+    assert predict._settings(growing, "this") == Settings(True, 64 * MIB)
+    assert predict._settings(plain, "a100") == DEFAULT and predict._settings(growing, "a100") == EXPANDABLE
+    monkeypatch.setattr(predict, "without_expandable_segments", lambda: "not under WSL")
+    assert predict._settings(growing, "this") == Settings(False, 64 * MIB)
+
+
 def test_a_card_that_fits_is_the_one_whose_needs_are_told():
     found = nano()
-    assert found.fits(found.needed_gib) and not found.fits(0.9 * (found.needed_gib - CONTEXT_GIB) + CONTEXT_GIB)
+    assert found.fits(found.needed_gib + 1e-6) and not found.fits(0.9 * (found.needed_gib - CONTEXT_GIB) + CONTEXT_GIB)
     assert found.ledger.needed_bytes == found.needed_bytes
     assert lab.needed_gib(found.ledger) == found.needed_gib
 
