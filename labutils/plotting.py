@@ -30,6 +30,9 @@ CATEGORY_LOOKS = {  # colour and hatch of each memory category
     "cast weights": (YELLOW, ""),
     "logits and loss": (PURPLE, "xx"),
     "temporaries": (VERMILION, "oo"),
+    "library workspaces": (BLACK, ".."),
+    "rounding up": ("#999999", ""),
+    "holes": ("#dddddd", "xx"),  # reserved, and of no use to any tensor
 }
 
 

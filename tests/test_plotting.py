@@ -87,8 +87,9 @@ def test_unsupported_runs_are_left_out_of_figures():
     plt.close("all")
 
 
-def test_timeline_shows_every_phase_and_marks_the_peak():
-    ledger = lab.predict_memory(lab.load_config("fp32", model="gpt2-nano", seq_len=32), "cpu")
+@pytest.mark.parametrize("device", ["cpu", "a100"])  # a card has categories of its own
+def test_timeline_shows_every_phase_and_marks_the_peak(device):
+    ledger = lab.predict_memory(lab.load_config("fp32", model="gpt2-nano", seq_len=32), device)
     ax = plotting.timeline(ledger)
     words = [text.get_text() for text in ax.texts]
     assert {"forward", "backward"} <= set(words)
