@@ -38,7 +38,7 @@ FEW_SEQUENCES = 2, 3  # likewise; a batch of one has views where larger ones hav
 KNOWN_GOOD_TORCH = "2.11 to 2.13"
 CPU = torch.device("cpu")
 DEFAULT, EXPANDABLE = Settings(), Settings(expandable_segments=True)
-MARGIN = 1.01  # of what the allocator needs at least: so near the prediction is; less than that is no "fits"
+MARGIN = 1.02  # of what the allocator needs at least: so near the prediction is, so that no "fits" is false
 ALLOWANCE = 1.1  # times the peak: a rule of thumb, where the allocator was not replayed (a CPU, the closed form)
 
 
