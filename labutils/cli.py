@@ -7,6 +7,7 @@ Nothing here imports torch before a command needs it: `check` answers in well un
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -265,7 +266,7 @@ def _predict(options: argparse.Namespace) -> int:
     print(f"{config.name}: MiB allocated at each phase's peak, {ledger.method}\n{table.round(1).to_string()}")
     print(f"\npeak {ledger.peak_bytes / 2**30:.2f} GiB allocated, in the {ledger.peak_phase} phase")
     if ledger.needed_bytes is not None:
-        print(_allocator_lines(ledger, CONTEXT_GIB))
+        print(_allocator_lines(ledger, CONTEXT_GIB, config.expandable_segments))
     if budget is None:
         return 0
     if ledger.needed_bytes is None:
@@ -285,18 +286,18 @@ def _predict(options: argparse.Namespace) -> int:
     return 0
 
 
-def _allocator_lines(ledger: MemoryLedger, context_gib: float) -> str:
+def _allocator_lines(ledger: MemoryLedger, context_gib: float, expandable: bool) -> str:
     """Return a table of what torch's allocator takes from the card for a predicted ledger."""
     import pandas as pd
 
     rows = {
-        "default": (ledger.reserved_bytes, ledger.needed_bytes),
+        "default": (ledger.reserved_bytes, math.nan if expandable else ledger.needed_bytes),
         "expandable_segments": (ledger.reserved_expandable_bytes, ledger.needed_expandable_bytes),
     }
     table = pd.DataFrame(rows, index=["reserved in three steps", "smallest card"]).T / 2**30
     return (
         "GiB that torch's allocator takes from the card, predicted by its rules; in the last column is "
-        f"a context of {context_gib} GiB, which is assumed\n{table.round(2).to_string()}"
+        f"a context of {context_gib} GiB, which is assumed\n{table.round(2).to_string(na_rep='not asked')}"
     )
 
 
