@@ -6,6 +6,7 @@ kernels take from the allocator for themselves while they run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -108,6 +109,10 @@ def borrowed(operation: Any, args: tuple, gpu: Gpu) -> list[tuple[Callable[..., 
     if operation is aten._scaled_dot_product_efficient_attention_backward.default:
         shape = tuple(args[1].shape)
         return [(_float32_product, shape), (_efficient_workspace, shape)]
+    if (
+        operation is aten._softmax_backward_data.default
+    ):  # gradient times result, before the sums over rows (SoftMax.cu)
+        return [(partial(_elements, torch.promote_types(args[0].dtype, args[1].dtype).itemsize), tuple(args[0].shape))]
     return []
 
 
@@ -126,6 +131,10 @@ def _flash_workspace(batch: int, heads: int, n_queries: int, width: int) -> int:
 def _float32_product(batch: int, heads: int, n_queries: int, width: int) -> int:
     """Return the bytes of gradient times result, of which the sums over rows are needed."""
     return batch * heads * n_queries * width * 4
+
+
+def _elements(itemsize: int, *shape: int) -> int:
+    return itemsize * math.prod(shape)
 
 
 def _efficient_workspace(batch: int, heads: int, n_queries: int, width: int) -> int:

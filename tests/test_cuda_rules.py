@@ -54,6 +54,12 @@ def test_attentions_backward_sums_in_float32():
     assert asked(flash, (q16, q16)) == [786432 + 50331648]
 
 
+def test_the_backward_pass_of_a_softmax_makes_a_product_first():
+    weights = meta(8, 4, 768, 768, dtype=torch.bfloat16)
+    softmax = aten._softmax_backward_data.default
+    assert asked(softmax, (weights, weights, -1, torch.bfloat16)) == [37748736]
+
+
 def test_dropouts_mask_is_requested_before_its_result():
     result, mask = meta(4), meta(4, dtype=torch.bool)
     assert outputs_in_order(aten.native_dropout.default, [result, mask]) == [mask, result]
