@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from labutils import models
+from labutils.cards import card_named
 from labutils.config import Config
-from labutils.predict import card_named
 from labutils.solver import largest_micro_batch
 
 

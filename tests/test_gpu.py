@@ -14,10 +14,11 @@ import torch
 import labutils as lab
 from labutils import device, experiment, memory, precision, replay, solver, training
 from labutils.bench.allocator_table import BLOCK, CHUNKS, LEAN, Trials
+from labutils.cards import card_named
 from labutils.checkpointing import BLOCKS_PER_UNIT
 from labutils.cli import main
 from labutils.memory import cuda_memory, tensor_bytes
-from labutils.predict import Sweep, card_named
+from labutils.predict import Sweep
 from labutils.records import load_record, runs_dir
 from labutils.training import to_device
 from tests.helpers import REPO

@@ -5,7 +5,7 @@ import torch
 
 import labutils as lab
 from labutils import sizes
-from labutils.predict import Card
+from labutils.cards import CARDS, Card
 from labutils.solver import largest_micro_batch
 
 
@@ -18,7 +18,7 @@ def card_of(monkeypatch):
 
     def put(free_gib):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(sizes, "card_named", lambda _: Card(free_gib, (8, 9)))
+        monkeypatch.setattr(sizes, "card_named", lambda _: Card(free_gib, CARDS["rtx4060"].gpu))
         monkeypatch.setattr(sizes, "largest_micro_batch", on_a_4060)
 
     return put
