@@ -106,8 +106,11 @@ class Prediction:
     @cached_property
     def as_set(self) -> CachingAllocator:
         """The same as the config and, for the GPU here, PYTORCH_ALLOC_CONF say."""
-        known = {DEFAULT: self.with_default, EXPANDABLE: self.with_expandable}
-        return known.get(self.settings) or replay.replayed(self.requests, CachingAllocator(settings=self.settings))
+        if self.settings == DEFAULT:
+            return self.with_default
+        if self.settings == EXPANDABLE:
+            return self.with_expandable
+        return replay.replayed(self.requests, CachingAllocator(settings=self.settings))
 
     @cached_property
     def needed_expandable_bytes(self) -> int:
