@@ -11,26 +11,37 @@ __version__ = "0.1.0"
 # blocks. Torch reads this when it is imported: so a script or notebook imports labutils before torch.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-_MODULE_OF = {
+_MODULES = {
     "checks": "checks",
-    "config": "config",
-    "numerics": "numerics",
+    "numerics": "techniques.float_formats",
     "plotting": "plotting",
-    "precision": "precision",
-    "snapshot": "snapshot",
-    **dict.fromkeys(("Config", "ConfigError", "load_config"), "config"),
-    **dict.fromkeys(("batches", "load_corpus", "padded_batches"), "data"),
-    **dict.fromkeys(("choose_device", "setup"), "device"),
-    **dict.fromkeys(("build_model", "count_targets", "lm_loss_sum", "flops_per_token"), "models"),
-    **dict.fromkeys(("autocast", "grad_scaler", "matmul_rate", "support", "tf32"), "precision"),
-    **dict.fromkeys(("allocated_bytes", "free_memory", "measure_step", "peak_allocated"), "memory"),
-    **dict.fromkeys(("needed_gib", "predict_memory", "predict_module"), "predict"),
-    **dict.fromkeys(("fit", "fitting", "largest_micro_batch", "shape_that_fits"), "solver"),
-    "size_that_fits": "sizes",
-    **dict.fromkeys(("closed_form", "static_gib"), "formula"),
-    **dict.fromkeys(("compare", "find_runs", "load_record", "readable", "reference_runs"), "records"),
-    **dict.fromkeys(("evaluate", "train"), "training"),
-    **dict.fromkeys(("run_experiment", "run_experiments"), "experiment"),
+    "precision": "techniques.precision",
+    "speed": "training.speed",
+    "snapshot": "memory.snapshot",
+}
+_MODULE_OF = {
+    **_MODULES,
+    **dict.fromkeys(("Config", "ConfigError"), "config.schema"),
+    **dict.fromkeys(("batches", "load_corpus", "padded_batches"), "workload.data"),
+    **dict.fromkeys(("build_model",), "workload.gpt2"),
+    **dict.fromkeys(("count_targets", "lm_loss_sum"), "techniques.loss"),
+    **dict.fromkeys(("autocast", "grad_scaler", "support", "tf32"), "techniques.precision"),
+    **dict.fromkeys(("allocated_bytes", "free_memory"), "memory.device_memory"),
+    **dict.fromkeys(("needed_gib", "predict_memory", "predict_module"), "prediction.memory"),
+    **dict.fromkeys(("fitting", "largest_micro_batch", "shape_that_fits", "size_that_fits"), "prediction.sizes"),
+    **dict.fromkeys(("closed_form", "static_gib"), "prediction.arithmetic"),
+    **dict.fromkeys(("compare", "readable"), "training.compare"),
+    **dict.fromkeys(("find_runs", "load_record", "reference_runs"), "training.records"),
+    **dict.fromkeys(("evaluate", "train"), "training.loop"),
+    **dict.fromkeys(("run_experiment", "run_experiments"), "training.experiment"),
+    "choose_device": "machine.gpu",
+    "fit": "prediction.fit",
+    "flops_per_token": "training.speed",
+    "load_config": "config.reader",
+    "matmul_rate": "machine.here",
+    "measure_step": "memory.measure",
+    "peak_allocated": "memory.cpu_recorder",
+    "setup": "session",
 }
 __all__ = sorted(_MODULE_OF)
 
@@ -39,7 +50,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'labutils' has no attribute {name!r}; it has: {', '.join(__all__)}")
     module = importlib.import_module(f"labutils.{_MODULE_OF[name]}")
-    value = module if name == _MODULE_OF[name] else getattr(module, name)
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -245,8 +245,6 @@ def _fresh_step(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor, rate: f
     return -rate * _gradient(model, x, y)
 
 
-# ---- notebook 02: windows of micro-batches (x, y) with unequal numbers of rows, mean squared error over all rows
-
 Rows = tuple[torch.Tensor, torch.Tensor]
 AmpWindow = Callable[[nn.Module, list[Rows], torch.optim.Optimizer, torch.amp.GradScaler, float], object]
 Epoch = Callable[[nn.Module, list[Rows], torch.optim.Optimizer, int, float], object]

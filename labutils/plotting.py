@@ -10,9 +10,11 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from labutils.numerics import FORMATS, FP16, FloatFormat
-from labutils.records import MIB, MemoryLedger, RunRecord, grouped
-from labutils.snapshot import Snapshot
+from labutils.memory.ledger import MIB, MemoryLedger
+from labutils.memory.snapshot import Snapshot
+from labutils.techniques.float_formats import FORMATS, FP16, FloatFormat
+from labutils.training.compare import grouped
+from labutils.training.records import RunRecord
 
 # Okabe and Ito's palette: told apart by colour-blind readers; markers and line styles differ as well.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"

@@ -15,8 +15,8 @@ from contextlib import suppress
 
 import torch
 
-from labutils.allocator import Block, CachingAllocator, OutOfMemory, Settings
-from labutils.memory import memory_limit
+from labutils.memory.device_memory import memory_limit
+from labutils.prediction.allocator import Block, CachingAllocator, OutOfMemory, Settings
 
 CUDA = torch.device("cuda")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils import cli, config
+from labutils.config import reader as config
+from labutils.config.reader import CONFIGS_DIR
+from labutils.tools import cli
 from tests.helpers import committed
 
 
@@ -19,7 +21,7 @@ def shipped_configs(tmp_path_factory):
     """The configs as committed: a reader's edits in the working tree fail no test."""
     folder = tmp_path_factory.mktemp("course") / "configs"
     folder.mkdir()
-    for path in sorted(config.CONFIGS_DIR.glob("*_config.yaml")):
+    for path in sorted(CONFIGS_DIR.glob("*_config.yaml")):
         (folder / path.name).write_text(committed(f"configs/{path.name}"), encoding="utf-8")
     return folder
 

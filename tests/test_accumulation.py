@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import training
-from labutils.precision import grad_scaler
+from labutils.techniques.precision import grad_scaler
+from labutils.training import loop as training
+from labutils.training.loop import train
 from tests.helpers import CPU
 
 LENGTHS = ((24, 4), (9, 3), (16, 20), (5, 2), (24, 7), (3, 12))  # of 6 micro-batches of 2 sequences
@@ -110,7 +111,7 @@ def test_losses_of_accumulated_windows_equal_those_of_full_batches(precision):
 
 def broken_train(*changes: tuple[str, str]):
     """Return the training loop with source lines replaced."""
-    source = inspect.getsource(training.train)
+    source = inspect.getsource(train)
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
@@ -169,10 +170,12 @@ def test_each_wrong_order_of_scaler_calls_is_caught(bug, expected):
 
 def test_logging_the_last_micro_batch_is_caught():
     losses = []
-    for train in (lab.train, broken_train(("step_loss += loss.detach()", "step_loss = loss.detach()"))):
+    for train_or_broken in (lab.train, broken_train(("step_loss += loss.detach()", "step_loss = loss.detach()"))):
         model = lab.build_model("gpt2-nano", dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        record = train(model, micro_batches(), lab.lm_loss_sum, optimizer, steps=1, grad_accum_steps=4, progress=False)
+        record = train_or_broken(
+            model, micro_batches(), lab.lm_loss_sum, optimizer, steps=1, grad_accum_steps=4, progress=False
+        )
         losses.append(record.series.loss[0])
     model = lab.build_model("gpt2-nano", dropout=0.0)
     window = micro_batches()[:4]

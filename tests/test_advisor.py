@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 import labutils as lab
-from labutils import precision
-from labutils.advisor import advise
-from labutils.cli import main
+from labutils.prediction.advise import advise
+from labutils.techniques import precision
+from labutils.tools.cli import main
 from tests.helpers import REPO, slow
 
 NAMES = sorted(path.name.removesuffix("_config.yaml") for path in REPO.glob("configs/*_config.yaml"))

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, OutOfMemory, Settings, rounded, segment_bytes
+from labutils.prediction.allocator import (
+    DEFAULT,
+    EXPANDABLE,
+    MIB,
+    CachingAllocator,
+    OutOfMemory,
+    Settings,
+    rounded,
+    segment_bytes,
+)
 
 
 def filled(allocator: CachingAllocator, *mib: float) -> list:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.bench import arms, compare, gpu_suite
-from labutils.bench import main as bench
-from labutils.cli import main
+from labutils.tools.bench import arms, compare, gpu_suite
+from labutils.tools.bench import main as bench
+from labutils.tools.cli import main
 from tests.helpers import CPU
 
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}

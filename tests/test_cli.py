@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-from labutils import cli as cli_module
-from labutils import config as config_module
-from labutils.cli import main
-from labutils.records import load_record
+from labutils.config import reader as config_module
+from labutils.config.reader import CONFIGS_DIR, load_config
+from labutils.tools import cli as cli_module
+from labutils.tools.cli import main
+from labutils.training.records import load_record
 from tests.helpers import REPO, committed
 
 TINY = [
@@ -112,8 +113,8 @@ def test_new_copies_a_config_and_never_overwrites(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert main(["new", "mine", "--from", "configs/bf16_config.yaml"]) == 0
     made = folder / "my_mine.yaml"
-    assert config_module.load_config(made).name == "mine"
-    assert config_module.load_config(made).precision == "bf16"
+    assert load_config(made).name == "mine"
+    assert load_config(made).precision == "bf16"
     assert "weight_decay: 0.1        #" in made.read_text(encoding="utf-8")
     made.write_text("edited")
     assert main(["new", "mine", "--from", "configs/bf16_config.yaml"]) == 1
@@ -138,7 +139,7 @@ def test_wrong_usage_exits_with_2_and_help_with_0(capsys):
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 @pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_ends_a_run_with_130_and_a_partial_record(runs, stop):
-    config_file = str(config_module.CONFIGS_DIR / "fp32_config.yaml")
+    config_file = str(CONFIGS_DIR / "fp32_config.yaml")
     command = [sys.executable, "-m", "labutils", "run", config_file, *TINY, "--set", "steps=3000"]
     process = subprocess.Popen(
         command,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import compiling
-from labutils.compiling import CompiledLoss
+from labutils.techniques import compiling
+from labutils.techniques.compiling import CompiledLoss
 from tests.helpers import CPU, slow
 
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 import yaml
 
-from labutils.config import KEYS, ConfigError, load_config, parse_overrides, schema_text
+from labutils.config.reader import load_config, parse_overrides
+from labutils.config.schema import KEYS, ConfigError, schema_text
 from tests.helpers import REPO, committed
 
 NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized", "accumulation", "checkpointing")
@@ -264,5 +265,5 @@ def test_schema_file_equals_the_model():
 
 
 def test_check_needs_no_torch():
-    code = "import sys, labutils.cli as c; assert c.main(['check', 'bf16']) == 0 and 'torch' not in sys.modules"
+    code = "import sys, labutils.tools.cli as c; assert c.main(['check', 'bf16']) == 0 and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

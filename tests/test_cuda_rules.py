@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils.cards import CARDS
-from labutils.cuda_rules import aten, borrowed, outputs_in_order
+from labutils.config.cards import CARDS
+from labutils.prediction.cuda_rules import aten, borrowed, outputs_in_order
 
 HEADS, WIDTH = 12, 64
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.data import DataError, topic_texts
+from labutils.workload.data import DataError, topic_texts
 
 
 def test_stdlib_corpus_is_text_and_its_digest_is_stable():

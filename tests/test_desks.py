@@ -12,11 +12,11 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from labutils.records import find_runs
+from labutils.training.records import find_runs
 from tests.helpers import REPO, slow
 
 NAMES = sorted(path.name for path in REPO.glob("0*.ipynb"))
-SHORT = "import labutils.device; labutils.device.free_host_bytes = lambda: {mib} * 2**20"
+SHORT = "import labutils.machine.here as here; here.free_host_bytes = lambda: {mib} * 2**20"
 COUNT = """
 import gc, torch, labutils, matplotlib.pyplot as _plt
 from IPython import get_ipython

@@ -4,7 +4,9 @@ import os
 
 import pytest
 
-from labutils.device import GpuFacts, choose_device, device_name, diagnose, environment, setup
+from labutils.machine.gpu import GpuFacts, choose_device, diagnose
+from labutils.machine.here import device_name, environment
+from labutils.session import setup
 
 CARD = ("NVIDIA RTX 4060",)
 NEW = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_120", "compute_120")
@@ -53,7 +55,7 @@ def test_newer_minor_code_does_not_run_on_an_older_card():
 
 
 def test_setup_warns_of_an_unusable_card_before_anything_trains(monkeypatch, capsys):
-    monkeypatch.setattr("labutils.device.gpu_facts", lambda: GpuFacts(CARD, None, False))
+    monkeypatch.setattr("labutils.session.gpu_facts", lambda: GpuFacts(CARD, None, False))
     assert setup().type == "cpu"
     printed = capsys.readouterr().out
     assert printed.startswith("!! A GPU IS NOT USED: NVIDIA RTX 4060")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import labutils as lab
-from labutils.records import find_runs
+from labutils.training.records import find_runs
 from tests.helpers import REPO, slow
 
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 512, "steps": 4, "lr_warmup_steps": 0}
@@ -51,11 +51,12 @@ def test_a_batch_that_cannot_be_shared_is_refused(runs):
 def test_a_failed_process_ends_the_run_with_its_own_error(runs, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(
-        "import os\nimport torch\nimport labutils as lab\nfrom labutils import distributed, models\n"
+        "import os\nimport torch\nimport labutils as lab\n"
+        "from labutils.training import distributed\nfrom labutils.workload import build\n"
         "def broken(*_, **__):\n    raise RuntimeError('the second process has had enough; the first said ' + said)\n"
         "distributed.join(torch.device('cpu'))\n"
         "said = distributed.from_first(f'rank {distributed.rank()}')\n"
-        "if os.environ['RANK'] == '1':\n    models.lm_loss_sum = broken\n"
+        "if os.environ['RANK'] == '1':\n    build.lm_loss_sum = broken\n"
         f"lab.run_experiment(lab.load_config('fp32', **{SMALL}), progress=False)\n"
     )
     answer = torchrun(2, str(script))

@@ -8,9 +8,14 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import experiment, precision
-from labutils.checkpointing import BLOCKS_PER_UNIT
-from labutils.experiment import UNTIMED_STEPS, build_batches, build_experiment_model, learning_rate_at
+from labutils.config import reader
+from labutils.techniques import precision
+from labutils.techniques.checkpointing import BLOCKS_PER_UNIT
+from labutils.techniques.schedule import learning_rate_at
+from labutils.training import experiment
+from labutils.training.experiment import run_experiment
+from labutils.training.speed import UNTIMED_STEPS
+from labutils.workload.build import build_batches, build_experiment_model, build_optimizer
 from tests.helpers import CPU, slow
 
 TINY = {"name": "tiny", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "lr_warmup_steps": 1}
@@ -25,7 +30,7 @@ def run(name="fp32", **changes):
 def calls(monkeypatch, runs):
     """The arguments that `run_experiment` gives to `train` and to `measure_step`."""
     seen = {}
-    for module, name in ((experiment, "train"), (experiment.memory, "measure_step")):
+    for module, name in ((experiment, "train"), (experiment, "measure_step")):
         real = getattr(module, name)
 
         def spy(*args, _real=real, _name=name, **options):
@@ -65,8 +70,8 @@ def test_run_equals_the_loop_written_out(runs):
     record = run(dropout=0.0, learning_rate=1e-2, max_grad_norm=0.3)
     config = lab.load_config("fp32", **TINY, dropout=0.0, learning_rate=1e-2, max_grad_norm=0.3).on("cpu")
     stream, _, corpus, _ = build_batches(config)
-    model = experiment.build_experiment_model(config, CPU)
-    optimizer = experiment.build_optimizer(model, config)
+    model = build_experiment_model(config, CPU)
+    optimizer = build_optimizer(model, config)
     for step in range(3):
         losses = [lab.lm_loss_sum(model, next(stream)) for _ in range(2)]
         loss = sum(losses) / (2 * 2 * 15)
@@ -127,9 +132,9 @@ def test_epochs_count_micro_batches(runs):
 def test_baseline_runs_twice_and_others_once(runs):
     records = lab.run_experiments([], progress=False)
     assert records == []
-    tiny = [lab.config.CONFIGS_DIR / f"{name}_config.yaml" for name in ("fp32", "optimized")]
+    tiny = [reader.CONFIGS_DIR / f"{name}_config.yaml" for name in ("fp32", "optimized")]
     made = []
-    real = experiment.run_experiment
+    real = run_experiment
 
     def experiment_run(path, repeat):
         made.append((path.stem, repeat))
@@ -154,7 +159,7 @@ def test_running_out_of_memory_while_measuring_keeps_the_training(runs, monkeypa
     def fail(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(experiment.memory, "measure_step", fail)
+    monkeypatch.setattr(experiment, "measure_step", fail)
     record = run()
     assert (record.outcome, len(record.series.loss)) == ("out_of_memory", 3)
     assert record.timing is not None
@@ -193,7 +198,7 @@ def test_nothing_of_the_model_outlives_a_run_that_ends_early(error, runs, monkey
     def stop(*_args, **_kwargs):
         raise error("CUDA out of memory.")
 
-    monkeypatch.setattr(experiment.memory, "measure_step", stop)
+    monkeypatch.setattr(experiment, "measure_step", stop)
     assert left_alive_by(run, monkeypatch, **ALONE, optimizer_in_backward=True) == 0
 
 

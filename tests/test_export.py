@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import optimizers
-from labutils.cli import main
-from labutils.config import ConfigError, load_config
-from labutils.export import script
-from labutils.precision import PrecisionUnsupported
+from labutils.config.reader import load_config
+from labutils.config.schema import ConfigError
+from labutils.techniques import optimizers
+from labutils.techniques.precision import PrecisionUnsupported
+from labutils.tools.cli import main
+from labutils.tools.export import script
 from tests.helpers import CPU, REPO, fill_hub_cache, slow
 
 SHIPPED = sorted(path.name.removesuffix("_config.yaml") for path in (REPO / "configs").glob("*_config.yaml"))
@@ -129,9 +130,11 @@ def test_slabs_are_rounded_in_the_same_order(own_text, runs, tmp_path, monkeypat
 
 @slow
 def test_long_runs_read_the_same_library(runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("labutils.export.LONGEST_TOKEN", 100)  # few steps, as if they needed more than the reference
-    monkeypatch.setattr("labutils.experiment.tokens_to_read", lambda config: 400_000)
-    monkeypatch.setattr("labutils.export.tokens_to_read", lambda config: 400_000)
+    monkeypatch.setattr(
+        "labutils.tools.export.LONGEST_TOKEN", 100
+    )  # few steps, as if they needed more than the reference
+    monkeypatch.setattr("labutils.workload.build.tokens_to_read", lambda config: 400_000)
+    monkeypatch.setattr("labutils.tools.export.tokens_to_read", lambda config: 400_000)
     config = small("fp32")
     assert "stdlib" in script(config, "cpu")
     assert_equal_losses(config, tmp_path, monkeypatch, capsys)
@@ -253,8 +256,8 @@ def test_pretrained_weights_give_the_same_losses(tmp_path):
     """The hub refuses; its cache has them."""
     fill_hub_cache(tmp_path)
     code = (
-        "import runpy, labutils as lab, labutils.models as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
-        "from labutils.export import script; from pathlib import Path; from tests.test_export import small\n"
+        "import runpy, labutils as lab, labutils.workload.gpt2 as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
+        "from labutils.tools.export import script; from pathlib import Path; from tests.test_export import small\n"
         "config = small('fp32', model='gpt2', weights='pretrained')\n"
         "record = lab.run_experiment(config, rerun=True, progress=False)\n"
         f"path = Path({str(tmp_path / 'train.py')!r}); path.write_text(script(config, 'cpu'))\n"

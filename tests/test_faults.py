@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import labutils as lab
-from labutils import experiment
-from labutils.config import ConfigError, load_config
-from labutils.records import find_runs
+from labutils.config.reader import load_config
+from labutils.config.schema import ConfigError
+from labutils.training import experiment
+from labutils.training.records import find_runs
 from tests.helpers import REPO, committed, slow
 
 resource = pytest.importorskip("resource")  # not on Windows

@@ -6,8 +6,8 @@ import pytest
 from matplotlib.text import Text
 
 import labutils as lab
-from labutils import figures
-from labutils.cli import main
+from labutils.tools import figures
+from labutils.tools.cli import main
 
 mpl.use("Agg")
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 6, "lr_warmup_steps": 1}

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.formula import MODEL_PARAMETERS, closed_form, n_parameters, static_gib
-from labutils.models import SIZES
-from labutils.predict import predict_memory
-from labutils.solver import ROUGHLY
+from labutils.prediction.arithmetic import MODEL_PARAMETERS, closed_form, n_parameters, static_gib
+from labutils.prediction.fit import ROUGHLY
+from labutils.prediction.memory import predict_memory
+from labutils.workload.gpt2 import SIZES
 from tests.helpers import slow
 
 

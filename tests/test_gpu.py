@@ -12,15 +12,26 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import device, experiment, memory, precision, replay, solver, training
-from labutils.bench.allocator_table import BLOCK, CHUNKS, LEAN, Trials
-from labutils.cards import card_named
-from labutils.checkpointing import BLOCKS_PER_UNIT
-from labutils.cli import main
-from labutils.memory import cuda_memory, tensor_bytes
-from labutils.predict import Sweep
-from labutils.records import load_record, runs_dir
-from labutils.training import to_device
+from labutils.files import runs_dir
+from labutils.machine import gpu as device
+from labutils.machine import here
+from labutils.machine.gpu import card_named
+from labutils.memory import device_memory as memory
+from labutils.memory.device_memory import cap_to_free, cuda_memory
+from labutils.memory.tensors import tensor_bytes
+from labutils.prediction import replay
+from labutils.prediction.memory import Sweep
+from labutils.techniques import precision
+from labutils.techniques.checkpointing import BLOCKS_PER_UNIT
+from labutils.techniques.schedule import learning_rate_at
+from labutils.tools.bench.allocator_table import BLOCK, CHUNKS, LEAN, Trials
+from labutils.tools.cli import main
+from labutils.training import experiment
+from labutils.training.loop import to_device
+from labutils.training.records import load_record
+from labutils.training.speed import peak_rate
+from labutils.training.step_log import StepLog
+from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import REPO
 
 pytestmark = pytest.mark.gpu
@@ -117,8 +128,8 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
     if lab.needed_gib(predicted) > card_named("this").memory_gib:
         pytest.skip("this card is too small for it")
     lab.free_memory()
-    built = experiment.build_experiment_model(config, CUDA)
-    optimizer = experiment.build_optimizer(built, config)
+    built = build_experiment_model(config, CUDA)
+    optimizer = build_optimizer(built, config)
     for parameter in built.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -202,7 +213,7 @@ def test_no_host_synchronisation_per_step(monkeypatch):
 
     But for the losses once a second, which are meant to be: however long these steps take, that second is not over.
     """
-    monkeypatch.setattr(training._StepLog, "due", lambda self: False)
+    monkeypatch.setattr(StepLog, "due", lambda self: False)
     model = lab.build_model().to(CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     blocks, _ = lab.load_corpus().split(64)
@@ -256,7 +267,7 @@ def test_bf16_support_is_not_emulation():
 
 
 def test_peak_rate_names_its_source():
-    rate, source = precision.peak_rate("fp16", CUDA)
+    rate, source = peak_rate("fp16", CUDA)
     assert rate > 1e12
     assert "datasheet" in source or "measured here" in source
 
@@ -384,7 +395,7 @@ def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch
         config = lab.load_config("fp16", **small)
         return lab.run_experiment(config, where=CUDA, progress=False, rerun=True, resume=resume)
 
-    whole, real = run(), experiment.learning_rate_at
+    whole, real = run(), learning_rate_at
 
     def stopping(step, config):
         if step == 5:
@@ -403,13 +414,13 @@ def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch
 
 def test_where_the_driver_would_spill_the_allocator_is_capped(monkeypatch):
     monkeypatch.setattr(memory.sys, "platform", "win32")
-    memory.cap_to_free(CUDA, gib=1.0)
+    cap_to_free(CUDA, gib=1.0)
     try:
         with pytest.raises(torch.OutOfMemoryError, match="allowed"):
             torch.empty(2**31, dtype=torch.uint8, device=CUDA)
     finally:
         monkeypatch.undo()
-        memory.cap_to_free(CUDA)
+        cap_to_free(CUDA)
 
 
 def test_a_cell_without_memory_gives_a_short_answer_on_cuda(capsys):
@@ -429,7 +440,7 @@ def test_a_cell_without_memory_gives_a_short_answer_on_cuda(capsys):
 
 def test_notebooks_take_smaller_micro_batches_on_a_full_card(monkeypatch):
     plain = lab.fitting("fp32")[0]
-    monkeypatch.setattr(solver, "free_bytes", lambda _: 3.2 * 2**30)
+    monkeypatch.setattr(here, "free_bytes", lambda _: 3.2 * 2**30)
     monkeypatch.setattr(device, "_free_gib", lambda: 3.2)
     tight = lab.fitting("fp32")[0]
     assert tight.micro_batch_size < plain.micro_batch_size and tight.tokens_per_step == plain.tokens_per_step

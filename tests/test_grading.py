@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from labutils import grading
-from labutils.cli import main
+from labutils.tools import grade
+from labutils.tools.cli import main
 from tests.helpers import committed, slow
 
 SETUP = "import labutils as lab\nMIB = 2**20"
@@ -34,7 +34,7 @@ def test_a_folder_of_all_kinds_of_notebooks_is_scored_to_the_end(tmp_path):
     )
     (tmp_path / "damaged.ipynb").write_text("{")
     submission(tmp_path, "empty.ipynb")
-    table = grading.grade_folder(tmp_path)
+    table = grade.grade_folder(tmp_path)
     all_three = {"nvidia_smi", "leak", "largest_batch"}
     assert verdicts(table, "good.ipynb") == dict.fromkeys(all_three, "right")
     assert verdicts(table, "mixed.ipynb") == {"nvidia_smi": "open", "leak": "missing", "largest_batch": "failed"}
@@ -55,24 +55,24 @@ def test_what_does_not_end_or_takes_all_memory_costs_one_exercise(tmp_path):
     submission(
         tmp_path, "dies.ipynb", SETUP, f"{dies}\n{SMI.format(1)}", LEAK.format("'running_mean'"), BATCH.format(17)
     )
-    table = grading.grade_folder(tmp_path, memory_gib=3)
+    table = grade.grade_folder(tmp_path, memory_gib=3)
     assert verdicts(table, "hog.ipynb") == {"nvidia_smi": "right", "leak": "failed", "largest_batch": "right"}
     assert verdicts(table, "dies.ipynb") == {"nvidia_smi": "failed", "leak": "right", "largest_batch": "right"}
     submission(tmp_path, "never.ipynb", SETUP, f"{never}\n{SMI.format(1)}", LEAK.format("'running_mean'"))
-    scores = grading.grade(tmp_path / "never.ipynb", seconds=12)
+    scores = grade.grade(tmp_path / "never.ipynb", seconds=12)
     assert [score.verdict for score in scores] == ["failed", "right", "missing"]
     assert scores[0].reason == "not done after 12 s"
 
 
 def test_a_cell_brings_what_it_needs_and_nothing_else():
     cells = ["import a", "b = 1", "c = {}", "c['x'] = b", "d = a.f(c)", "1 / 0", "print(d)"]
-    assert grading.needed_cells(cells, 6) == ["import a", "b = 1", "c = {}", "c['x'] = b", "d = a.f(c)", "print(d)"]
+    assert grade.needed_cells(cells, 6) == ["import a", "b = 1", "c = {}", "c['x'] = b", "d = a.f(c)", "print(d)"]
 
 
 @pytest.mark.parametrize("name", ["01-Mixed_Precision", "04-Memory_Profiling"])
 def test_the_courses_own_notebooks_have_their_exercises(tmp_path, name):
     (tmp_path / "x.ipynb").write_text(committed(f"{name}.ipynb"), encoding="utf-8")
-    names = grading.expected(grading.code_cells(tmp_path / "x.ipynb"))
+    names = grade.expected(grade.code_cells(tmp_path / "x.ipynb"))
     assert len(names) >= 3 and ("leak" in names) == name.startswith("04")
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import labutils as lab
-from labutils.memory import (
+from labutils.memory.device_memory import cuda_memory
+from labutils.memory.ledger import (
     ACTIVATIONS,
     GRADIENTS,
     LOGITS,
@@ -16,11 +17,10 @@ from labutils.memory import (
     PARAMETERS,
     TEMPORARIES,
     TIMELINE_POINTS,
-    cuda_memory,
-    tensor_bytes,
     thinned,
 )
-from labutils.precision import autocast, grad_scaler
+from labutils.memory.tensors import tensor_bytes
+from labutils.techniques.precision import autocast, grad_scaler
 from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, without_onednn
 
 WIDTH, ROWS = 64, 32

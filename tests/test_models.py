@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import labutils as lab
-from labutils.checkpointing import ATTENTION, BLOCKS_PER_UNIT
-from labutils.models import SIZES, ChunkedLoss
+from labutils.techniques.checkpointing import ATTENTION, BLOCKS_PER_UNIT
+from labutils.techniques.loss import ChunkedLoss
+from labutils.workload.gpt2 import SIZES
 from tests.helpers import REPO, fill_hub_cache, slow
 
 
@@ -274,7 +275,7 @@ def test_random_weights_touch_no_network(monkeypatch):
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", pytest.param("http://10.255.255.1", marks=slow)])
 def test_pretrained_without_a_hub_says_so_within_five_seconds(endpoint, tmp_path):
     code = (
-        "import labutils as lab, time; from labutils.models import WeightsUnavailable; lab.build_model()\n"
+        "import labutils as lab, time; from labutils.workload.gpt2 import WeightsUnavailable; lab.build_model()\n"
         "import huggingface_hub.file_download; t = time.time()  # imports are not counted\n"
         "try: lab.build_model('gpt2', weights='pretrained')\n"
         "except WeightsUnavailable as e: print(e); assert time.time() - t < 5\n"
@@ -322,7 +323,7 @@ def test_cached_pretrained_weights_load_in_training_mode(tmp_path):
     """The real loading code reads it."""
     saved = fill_hub_cache(tmp_path)
     code = (
-        "import sys, labutils as lab, labutils.models as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
+        "import sys, labutils as lab, labutils.workload.gpt2 as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
         "model = lab.build_model('gpt2', weights='pretrained', dropout=0.25)\n"
         "print(model.training, model.config.resid_pdrop, model.transformer.wpe.weight.sum().item())\n"
         "print(m.pretrained_tokenizer('gpt2').get_vocab_size())"

@@ -9,7 +9,7 @@ import matplotlib as mpl
 import nbformat
 import pytest
 
-from labutils.notebooks import tidy
+from labutils.tools.labs import tidy
 from tests.helpers import REPO, committed
 
 mpl.use("Agg")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from labutils.numerics import BF16, FORMATS, FP16, FP32, TF32, bits, fp16_fate, rounded
+from labutils.techniques.float_formats import BF16, FORMATS, FP16, FP32, TF32, bits, fp16_fate, rounded
 
 
 @pytest.mark.parametrize("number_format", [FP32, BF16, FP16])

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 import labutils as lab
-from labutils import optimizers
-from labutils.experiment import build_experiment_model, build_loss, build_optimizer
-from labutils.optimizers import BLOCK, FIRST, SECOND, SmallAdamW, StepInBackward, pack, round_stochastically, unpack
-from labutils.training import train
+from labutils.memory.tensors import optimizer_tensors, tensor_bytes
+from labutils.techniques import optimizers
+from labutils.techniques.optimizers import SmallAdamW, StepInBackward
+from labutils.techniques.quantization import BLOCK, FIRST, SECOND, pack, round_stochastically, unpack
+from labutils.training.loop import train
+from labutils.workload.build import build_experiment_model, build_loss, build_optimizer
 from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, two_layers, without_onednn
 
 SMALL = {"seq_len": 64, "micro_batch_size": 4, "tokens_per_step": 256, "steps": 30, "lr_warmup_steps": 5}
@@ -169,7 +171,7 @@ def test_the_state_has_the_bytes_it_promises():
         optimizer = SmallAdamW([p], bits=bits)
         p.grad = torch.ones_like(p)
         optimizer.step()
-        assert lab.memory.tensor_bytes(lab.memory.optimizer_tensors(optimizer)) == n_bytes * p.numel()
+        assert tensor_bytes(optimizer_tensors(optimizer)) == n_bytes * p.numel()
 
 
 def test_a_step_inside_backward_gives_the_same_weights_and_frees_every_gradient():
@@ -255,7 +257,7 @@ def test_the_ledger_knows_these_optimizers(changes):
     config = lab.load_config("fp32", **SMALL, **LEAN, **changes).on("cpu")
     predicted = lab.predict_memory(config, "cpu")
     model = build_experiment_model(config, CPU)
-    optimizer, loss_fn = build_optimizer(model, config), build_loss(config, CPU)
+    optimizer, loss_fn = build_optimizer(model, config), build_loss(config, CPU, accumulates=False)
     stream = lab.batches(lab.load_corpus(min_tokens=20_000).split(64)[0], 4, 0)
     train(model, stream, loss_fn, optimizer, steps=1, precision_name=config.precision, progress=False)
     with without_onednn():

@@ -11,8 +11,15 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import device, experiment, memory, out_of_memory, solver
-from labutils.formula import closed_form, on_a_cpu
+from labutils.machine import here, host
+from labutils.machine.host import free_host_bytes, usable_cpus
+from labutils.memory import device_memory as memory
+from labutils.memory.device_memory import without_expandable_segments
+from labutils.memory.errors import is_out_of_memory, short_message
+from labutils.prediction.arithmetic import closed_form, on_a_cpu
+from labutils.prediction.fit import enough_alone
+from labutils.prediction.out_of_memory import ROOMY, ways_out
+from labutils.training import experiment
 from tests.helpers import CPU, REPO, slow
 
 GIB = 2**30
@@ -42,38 +49,38 @@ GIB = 2**30
 )
 def test_what_was_asked_for_and_what_is_free(text, short):
     error = RuntimeError(text)
-    assert out_of_memory.recognised(error)
-    assert out_of_memory.said(error) == short
+    assert is_out_of_memory(error)
+    assert short_message(error) == short
 
 
 def test_only_errors_that_say_so_are_recognised():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50, dtype=torch.uint8)
-    assert out_of_memory.recognised(caught.value)
-    assert out_of_memory.recognised(torch.OutOfMemoryError("…")) and out_of_memory.recognised(MemoryError())
-    assert not out_of_memory.recognised(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not out_of_memory.recognised(RuntimeError("my own: out of memory budget"))
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("…")) and is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(RuntimeError("my own: out of memory budget"))
 
 
 def test_ways_out_fit_what_is_free(monkeypatch):
     config = lab.load_config("fp32", micro_batch_size=8, tokens_per_step=1024)
     free = 0.7 * lab.needed_gib(lab.predict_memory(config, "cpu"), "cpu")
-    monkeypatch.setattr(device, "free_bytes", lambda _: free * GIB)
-    answer = out_of_memory.ways_out(config, CPU)
+    monkeypatch.setattr(here, "free_bytes", lambda _: free * GIB)
+    answer = ways_out(config, CPU)
     options = answer.partition("Cheapest ways out (predicted): ")[2].split("; or ")
     assert answer.startswith(f"{1024 * free:.0f} MiB are free now.") and len(options) == 3
-    wanted = solver.enough_alone(config, free, "cpu")[:3]
+    wanted = enough_alone(config, free, "cpu")[:3]
     assert options == [", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in wanted]
     assert all(one.fits(free) for one in wanted)
     assert not any("precision" in one.changes for one in wanted)  # 16 bits are slow on most CPUs
-    monkeypatch.setattr(device, "free_bytes", lambda _: 2**20)
-    assert out_of_memory.ways_out(config, CPU).startswith("Nothing makes it fit the 1 MiB that are free; least, ")
+    monkeypatch.setattr(here, "free_bytes", lambda _: 2**20)
+    assert ways_out(config, CPU).startswith("Nothing makes it fit the 1 MiB that are free; least, ")
 
 
 def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
     """The config alone would run in what is free now: so something else was alive, or what ran was larger."""
-    monkeypatch.setattr(device, "free_bytes", lambda _: 4 * GIB)
-    answer = out_of_memory.ways_out(lab.load_config("fp32"), CPU)
+    monkeypatch.setattr(here, "free_bytes", lambda _: 4 * GIB)
+    answer = ways_out(lab.load_config("fp32"), CPU)
     assert answer.startswith("Alone fp32 needs ") and "4.00 GiB are free now" in answer
     assert "fits" not in answer and "Delete what you no longer need" in answer
 
@@ -91,13 +98,13 @@ def test_expandable_segments_exist_on_linux_only(monkeypatch, system, release, h
     monkeypatch.setattr(memory.sys, "platform", system)
     monkeypatch.setattr(memory.platform, "release", lambda: release)
     monkeypatch.setattr(memory.torch.version, "hip", hip)
-    found = memory.without_expandable_segments()
+    found = without_expandable_segments()
     assert found.startswith(answer) and bool(found) == bool(answer)
 
 
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     """Where memory is overcommitted, nothing would say no: the process would be killed."""
-    monkeypatch.setattr(device, "free_host_bytes", lambda: 70 * 2**20)  # enough, but for fragmentation
+    monkeypatch.setattr(here, "free_host_bytes", lambda: 70 * 2**20)  # enough, but for fragmentation
     monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("it trained"))
     record = lab.run_experiment(lab.load_config("fp32"), where=CPU, progress=False)
     assert record.outcome == "out_of_memory"
@@ -111,16 +118,16 @@ def test_no_run_that_is_near_is_taken_for_a_roomy_one(seq_len, dropout):
     shape = {"seq_len": seq_len, "micro_batch_size": 4, "tokens_per_step": 4 * seq_len, "dropout": dropout}
     config = lab.load_config("fp32", **shape).on("cpu")
     needed = lab.needed_gib(lab.predict_memory(config, "cpu"), "cpu") * GIB
-    assert needed < out_of_memory.ROOMY * closed_form(on_a_cpu(config)).peak_bytes
+    assert needed < ROOMY * closed_form(on_a_cpu(config)).peak_bytes
 
 
 GROWTH = """
 import psutil, sys, threading, time
 import labutils as lab
-from labutils import device
+from labutils.machine import here
 
 if sys.argv[1] == "short":
-    device.free_host_bytes = lambda: 600 * 2**20
+    here.free_host_bytes = lambda: 600 * 2**20
 config = lab.load_config("fp32", steps=4, lr_warmup_steps=0, micro_batch_size=32, tokens_per_step=4096)
 lab.predict_memory(config, "cpu")  # what it imports is counted neither way
 sizes, process = [], psutil.Process()
@@ -143,12 +150,12 @@ def test_each_run_says_how_its_own_memory_was_given_back(runs, monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "")
     config = lab.load_config("fp32", steps=3, lr_warmup_steps=0)
     for mib in (2000, 120, 2000):
-        monkeypatch.setattr(device, "free_host_bytes", lambda mib=mib: mib * 2**20)
+        monkeypatch.setattr(here, "free_host_bytes", lambda mib=mib: mib * 2**20)
         record = lab.run_experiment(config, where=CPU, progress=False)
         assert ("malloc" in record.environment) == (mib == 120)
         assert bool(os.environ.get("MALLOC_MMAP_THRESHOLD_")) == (mib == 120)
     assert len(list(runs.glob("*.json"))) == 2  # the third is the first one's equal
-    monkeypatch.setattr(device, "free_host_bytes", lambda: 120 * 2**20)
+    monkeypatch.setattr(here, "free_host_bytes", lambda: 120 * 2**20)
     assert "malloc" in lab.run_experiment(config, where=CPU, progress=False).environment
     assert len(list(runs.glob("*.json"))) == 2
 
@@ -216,8 +223,8 @@ def control_groups(tmp_path, monkeypatch, membership: str, files: dict[str, str]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "membership").write_text(membership)
-    monkeypatch.setattr(device, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(device, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
 
 
 V2 = {
@@ -249,18 +256,18 @@ V1 = {
 )
 def test_limits_of_the_control_group_count(tmp_path, monkeypatch, membership, files, cpus):
     control_groups(tmp_path, monkeypatch, membership, files)
-    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    assert device.usable_cpus() == cpus
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert usable_cpus() == cpus
     if files:
-        assert device.free_host_bytes() == GIB // 2 + GIB // 8
+        assert free_host_bytes() == GIB // 2 + GIB // 8
     else:
-        assert device.free_host_bytes() > 0
+        assert free_host_bytes() > 0
 
 
 def test_threads_follow_affinity():
     code = "import labutils as lab, torch; torch.set_num_threads(8); lab.setup(); print(torch.get_num_threads())"
     only = "import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]}); "
-    if not hasattr(device.os, "sched_setaffinity"):
+    if not hasattr(host.os, "sched_setaffinity"):
         pytest.skip("this system has no affinity")
     done = subprocess.run([sys.executable, "-c", only + code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "1"

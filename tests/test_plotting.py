@@ -10,7 +10,8 @@ import torch
 
 import labutils as lab
 from labutils import plotting
-from labutils.records import MemoryLedger, Series
+from labutils.memory.ledger import MemoryLedger
+from labutils.training.records import Series
 from tests.test_records import record
 
 PARTS = {"parameters": 2**20, "gradients": 0, "optimizer state": 2**21, "activations and temporaries": 3 * 2**20}

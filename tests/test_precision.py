@@ -10,8 +10,12 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import precision
-from labutils.precision import PrecisionUnsupported, Support, cuda_support, steps_for
+from labutils.machine import here
+from labutils.machine.here import matmul_rate
+from labutils.techniques import precision
+from labutils.techniques.precision import PrecisionUnsupported, Support, cuda_support, steps_for
+from labutils.training import speed
+from labutils.training.speed import datasheet_tflops, peak_rate
 from tests.helpers import CPU
 
 CARDS = {  # compute capability, BF16 hardware → precisions with fast hardware, precisions refused
@@ -89,7 +93,7 @@ ASKED = {
     "support": lambda name: precision.support(name, CPU),
     "cuda_support": lambda name: precision.cuda_support(name, (8, 0), True),
     "require": lambda name: precision.require(name, CPU),
-    "peak_rate": lambda name: precision.peak_rate(name, CPU),
+    "peak_rate": lambda name: peak_rate(name, CPU),
 }
 
 
@@ -110,7 +114,7 @@ def test_a_choice_between_precisions_is_no_precision_until_it_is_made():
 
 
 def test_configs_know_the_same_precisions():
-    choices = set(lab.config.Config.model_fields["precision"].annotation.__args__)
+    choices = set(lab.Config.model_fields["precision"].annotation.__args__)
     assert choices == {*precision.PRECISIONS, precision.CHOICE}
 
 
@@ -123,7 +127,7 @@ def test_probing_leaves_the_random_numbers_of_training_alone():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    precision.matmul_rate(torch.bfloat16, CPU, 8)
+    matmul_rate(torch.bfloat16, CPU, 8)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -142,24 +146,24 @@ def test_probing_leaves_the_random_numbers_of_training_alone():
     ],
 )
 def test_datasheet_peak_belongs_to_the_very_card(card, fp16):
-    assert precision.datasheet_tflops(card).get("fp16") == fp16
+    assert datasheet_tflops(card).get("fp16") == fp16
 
 
 def test_peak_rate_of_a_known_card_is_its_datasheets(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    rates = {p: precision.peak_rate.__wrapped__(p, torch.device("cuda"))[0] for p in precision.PRECISIONS}
+    rates = {p: peak_rate.__wrapped__(p, torch.device("cuda"))[0] for p in precision.PRECISIONS}
     assert rates == {"fp32": 67e12, "tf32": 494e12, "fp16": 989e12, "bf16": 989e12, "pure_bf16": 989e12}
 
 
 def test_peak_rate_says_where_it_is_from():
-    rate, source = precision.peak_rate("fp32", CPU)
+    rate, source = peak_rate("fp32", CPU)
     assert rate > 1e8
     assert "measured here" in source
 
 
 def test_a_multiplication_and_an_addition_are_two_operations(monkeypatch):
-    monkeypatch.setattr(precision, "_processor_seconds", itertools.count().__next__)  # every product takes one second
-    assert precision.matmul_rate(torch.float32, CPU, 8) == 2 * 8**3 * torch.get_num_threads()
+    monkeypatch.setattr(here, "_processor_seconds", itertools.count().__next__)  # every product takes one second
+    assert matmul_rate(torch.float32, CPU, 8) == 2 * 8**3 * torch.get_num_threads()
 
 
 @pytest.mark.parametrize("failing", [False, True])
@@ -171,9 +175,9 @@ def test_probing_puts_the_number_of_threads_back(failing, monkeypatch):
     torch.set_num_threads(2)
     try:
         if failing:
-            monkeypatch.setattr(precision, "_processor_seconds", broken)
+            monkeypatch.setattr(here, "_processor_seconds", broken)
         with pytest.raises(RuntimeError, match="inside") if failing else nullcontext():
-            precision.matmul_rate(torch.float32, CPU, 8)
+            matmul_rate(torch.float32, CPU, 8)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -207,8 +211,8 @@ def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
 
 def test_the_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
     rates = {torch.float32: 1e12, torch.bfloat16: 3e12, torch.float16: 5e11}
-    monkeypatch.setattr(precision, "matmul_rate", lambda dtype, device, n: rates[dtype])
+    monkeypatch.setattr(speed, "matmul_rate", lambda dtype, device, n: rates[dtype])
     monkeypatch.setattr(precision, "_cpu_slowdown", lambda dtype: rates[torch.float32] / rates[dtype])
-    found = {p: precision.peak_rate.__wrapped__(p, CPU) for p in ("fp32", "fp16", "bf16", "pure_bf16")}
+    found = {p: peak_rate.__wrapped__(p, CPU) for p in ("fp32", "fp16", "bf16", "pure_bf16")}
     assert {p: rate for p, (rate, _) in found.items()} == {"fp32": 1e12, "fp16": 1e12, "bf16": 3e12, "pure_bf16": 3e12}
     assert "bfloat16" in found["bf16"][1] and "float32" in found["fp16"][1]

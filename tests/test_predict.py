@@ -10,14 +10,9 @@ import transformers
 from torch import nn
 
 import labutils as lab
-from labutils import experiment, memory, models, precision, predict, trace
-from labutils.cards import CARDS, resolve
-from labutils.checkpointing import BLOCKS_PER_UNIT
-from labutils.cli import main
-from labutils.config import ConfigError
-from labutils.cuda_rules import cuda_rules
-from labutils.extrapolation import CannotExtrapolate, extrapolated
-from labutils.memory import (
+from labutils.config.cards import CARDS
+from labutils.config.schema import ConfigError
+from labutils.memory.ledger import (
     ACTIVATIONS,
     CAST_WEIGHTS,
     GRADIENTS,
@@ -28,8 +23,21 @@ from labutils.memory import (
     TEMPORARIES,
     WORKSPACES,
 )
-from labutils.predict import Sweep, predict_memory, predict_module, tracing_works
-from labutils.trace import BIRTH, DEATH, OPERATION, Event, Segment, Storage, Trace
+from labutils.memory.measure import measure_step
+from labutils.prediction import memory as prediction
+from labutils.prediction import trace
+from labutils.prediction.cuda_rules import cuda_rules
+from labutils.prediction.extrapolation import CannotExtrapolate, extrapolated
+from labutils.prediction.memory import Sweep, UsesItsWeightTwice, predict_memory, predict_module, tracing_works
+from labutils.prediction.resolve import resolve
+from labutils.prediction.trace import BIRTH, DEATH, OPERATION, Event, Segment, Storage, Trace
+from labutils.prediction.traces import _step_only, _trace
+from labutils.techniques import precision
+from labutils.techniques.checkpointing import BLOCKS_PER_UNIT
+from labutils.techniques.loss import lm_loss_sum
+from labutils.tools.cli import main
+from labutils.workload.build import build_experiment_model, build_optimizer
+from labutils.workload.gpt2 import SIZES
 from tests.helpers import CPU, slow, without_onednn
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "dropout": 0.0}
@@ -37,18 +45,18 @@ TINY = {"seq_len": 32, "micro_batch_size": 2, "dropout": 0.0}
 
 def measured(config):
     """Return the profiler's ledger of one real step of a config on the CPU, without oneDNN."""
-    model = experiment.build_experiment_model(config, CPU)
-    optimizer = experiment.build_optimizer(model, config)
+    model = build_experiment_model(config, CPU)
+    optimizer = build_optimizer(model, config)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     batch = {"input_ids": torch.zeros(config.micro_batch_size, config.seq_len, dtype=torch.int64)}
     batch["labels"] = batch["input_ids"]
     with without_onednn():
-        return memory.measure_step(
+        return measure_step(
             model,
             [batch] * config.grad_accum_steps,
-            partial(models.lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
+            partial(lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
             optimizer,
             autocast=lambda: precision.autocast(config.precision, CPU),
             max_grad_norm=config.max_grad_norm,
@@ -138,14 +146,14 @@ def test_offloaded_tensors_are_not_on_the_card():
 )
 def test_two_and_three_layers_tell_about_all(monkeypatch, name, changes):
     changes = dict(changes)
-    _, heads, width, vocab = models.SIZES["gpt2"]
-    monkeypatch.setitem(models.SIZES, "gpt2", (changes.pop("n_layer", 12), heads, width, vocab))
+    _, heads, width, vocab = SIZES["gpt2"]
+    monkeypatch.setitem(SIZES, "gpt2", (changes.pop("n_layer", 12), heads, width, vocab))
     config = lab.load_config(name, **changes)
     ratios = []
-    monkeypatch.setattr(predict, "extrapolated", lambda *args: ratios.append(args[2]) or extrapolated(*args))
+    monkeypatch.setattr(prediction, "extrapolated", lambda *args: ratios.append(args[2]) or extrapolated(*args))
     few = predict_memory(config)
     assert ratios  # with few layers all of them are traced, and this would prove nothing
-    monkeypatch.setattr(predict, "FEW_LAYERS", (2, 99))
+    monkeypatch.setattr(prediction, "FEW_LAYERS", (2, 99))
     full = predict_memory(config)
     for phase, parts in full.phases.items():
         for category, n_bytes in parts.items():
@@ -222,7 +230,7 @@ def test_a_free_that_follows_no_rule_is_refused():
 def test_traces_of_different_models_do_not_extrapolate():
     config = resolve(lab.load_config("fp32", **TINY, tokens_per_step=64), "a100")
     other = config.model_copy(update={"activation": "gelu_tanh"})
-    a, b = (predict._trace(predict._step_only(c).model_dump_json(), "a100", 2, 1, False, 2) for c in (config, other))
+    a, b = (_trace(_step_only(c).model_dump_json(), "a100", 2, 1, False, 2) for c in (config, other))
     with pytest.raises(CannotExtrapolate, match="forward phase"):
         extrapolated(a, b, 2)
 
@@ -236,9 +244,9 @@ def test_kept_outputs_keep_the_logits():
 
 
 def test_self_check_agrees_with_the_real_allocator():
-    module = predict.UsesItsWeightTwice()
+    module = UsesItsWeightTwice()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    real = memory.measure_step(module, [torch.ones(256)], lambda m, x: m(x).sum(), optimizer, count_targets=lambda x: 1)
+    real = measure_step(module, [torch.ones(256)], lambda m, x: m(x).sum(), optimizer, count_targets=lambda x: 1)
     assert sum(real.phases["backward"].values()) == pytest.approx(module.BACKWARD_BYTES, abs=16)
 
 
@@ -319,7 +327,7 @@ def test_any_module_is_predicted_and_left_alone(name):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     with without_onednn():
-        real = memory.measure_step(
+        real = measure_step(
             model,
             [batch],
             lambda m, b: m(b).square().sum(),

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import experiment
-from labutils.records import RecordError, RunRecord, Series, Timing, load_record, new_id, write_atomically
+from labutils.files import new_id, write_atomically
+from labutils.training import experiment
+from labutils.training.experiment import run_experiments
+from labutils.training.records import RecordError, RunRecord, Series, Timing, load_record
+from labutils.workload import data
 from tests.helpers import REPO
 
 TINY = {"name": "fp32", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 32, "lr_warmup_steps": 1}
@@ -113,7 +116,7 @@ def test_killed_writer_leaves_no_half_file(tmp_path):
     target = tmp_path / "x.json"
     write_atomically(target, b"old")
     code = (
-        "import os, labutils.records as r, pathlib\n"
+        "import os, labutils.files as r, pathlib\n"
         "os.fsync = lambda fd: os._exit(9)\n"
         f"r.write_atomically(pathlib.Path({str(target)!r}), b'new' * 1000)"
     )
@@ -208,7 +211,7 @@ def test_unequal_runs_are_pointed_out(change, word):
 
 
 def test_unsupported_row_stays_in_the_table_with_its_reason(monkeypatch):
-    rows = experiment.run_experiments(["tf32"], baseline_repeats=1, progress=False)
+    rows = run_experiments(["tf32"], baseline_repeats=1, progress=False)
     table = lab.compare([record("fp32"), *rows])
     assert table.loc["tf32", "verdict"].startswith("not on this device: TF32")
     assert lab.readable(table).loc["tf32", "step_ms"] == "–"
@@ -261,7 +264,7 @@ def test_out_of_memory_is_an_outcome_not_a_crash(runs, monkeypatch):
 
 
 def test_ctrl_c_saves_a_partial_record(runs, monkeypatch):
-    real = experiment.data.batches
+    real = data.batches
 
     def few(blocks, micro_batch_size, seed):
         for i, batch in enumerate(real(blocks, micro_batch_size, seed)):
@@ -269,7 +272,7 @@ def test_ctrl_c_saves_a_partial_record(runs, monkeypatch):
                 raise KeyboardInterrupt
             yield batch
 
-    monkeypatch.setattr(experiment.data, "batches", few)
+    monkeypatch.setattr(data, "batches", few)
     run = lab.run_experiment(lab.load_config("fp32", **TINY, seed=7), progress=False)
     assert (run.outcome, len(run.series.loss), run.memory) == ("interrupted", 2, None)
     assert load_record(run.id).series.loss == run.series.loss
@@ -279,7 +282,7 @@ def test_ctrl_c_after_training_loses_nothing(runs, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(experiment.memory, "measure_step", interrupt)
+    monkeypatch.setattr(experiment, "measure_step", interrupt)
     run = tiny_run()
     assert run.outcome == "interrupted" and "memory" in run.reason
     assert len(load_record(run.id).series.loss) == 3

@@ -10,12 +10,17 @@ from contextlib import nullcontext
 import pytest
 
 import labutils as lab
-from labutils import optimizers, predict, replay
-from labutils.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
-from labutils.cards import CONTEXT_GIB, resolve
-from labutils.memory import ROUNDING, WORKSPACES
-from labutils.records import REFERENCE_DIR
-from labutils.trace import BIRTH, LASTING
+from labutils.config.cards import CONTEXT_GIB
+from labutils.files import REFERENCE_DIR
+from labutils.memory.ledger import ROUNDING, WORKSPACES
+from labutils.prediction import replay
+from labutils.prediction import traces as predict
+from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
+from labutils.prediction.memory import Prediction, Sweep
+from labutils.prediction.resolve import resolve
+from labutils.prediction.trace import BIRTH, LASTING
+from labutils.prediction.traces import _settings, _trace
+from labutils.techniques import optimizers
 from tests.helpers import slow
 
 CARDS = {"NVIDIA H200": "h200", "Tesla T4": "t4", "NVIDIA GeForce RTX 4060": "rtx4060"}
@@ -38,7 +43,7 @@ def predicted(row: dict[str, str]) -> dict[str, int]:
     """Return the figures of a row of the table, predicted."""
     device = CARDS[row["card"]]
     config = resolve(lab.load_config(row["config"], **json.loads(row["overrides"])), device)
-    found = predict.Sweep(config, device).at(config.micro_batch_size)
+    found = Sweep(config, device).at(config.micro_batch_size)
     plain, expandable = found.with_default, found.with_expandable
     return {
         "allocated": plain.peak_allocated,
@@ -81,9 +86,9 @@ def test_predictions_agree_with_the_whole_table():
     check(table())
 
 
-def nano(**changes) -> predict.Prediction:
+def nano(**changes) -> Prediction:
     config = resolve(lab.load_config("fp32", **NANO | changes), "a100")
-    return predict.Sweep(config, "a100").at(config.micro_batch_size)
+    return Sweep(config, "a100").at(config.micro_batch_size)
 
 
 def test_the_smallest_limit_is_enough_and_less_is_not():
@@ -100,11 +105,11 @@ def test_on_the_gpu_here_the_environment_and_the_system_count(monkeypatch):
     monkeypatch.setattr(predict, "without_expandable_segments", lambda: "")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert predict._settings(plain, "this") == Settings(False, 64 * MIB)
-    assert predict._settings(growing, "this") == Settings(True, 64 * MIB)
-    assert predict._settings(plain, "a100") == DEFAULT and predict._settings(growing, "a100") == EXPANDABLE
+    assert _settings(plain, "this") == Settings(False, 64 * MIB)
+    assert _settings(growing, "this") == Settings(True, 64 * MIB)
+    assert _settings(plain, "a100") == DEFAULT and _settings(growing, "a100") == EXPANDABLE
     monkeypatch.setattr(predict, "without_expandable_segments", lambda: "not under WSL")
-    assert predict._settings(growing, "this") == Settings(False, 64 * MIB)
+    assert _settings(growing, "this") == Settings(False, 64 * MIB)
 
 
 def test_a_card_that_fits_is_the_one_whose_needs_are_told():
@@ -160,14 +165,14 @@ def test_a_config_with_expandable_segments_is_judged_by_them():
 def test_one_slab_of_each_size_stands_for_all(monkeypatch):
     """Moments of 8 bits are updated slab by slab: what is traced once is what each of them asks for."""
     monkeypatch.setattr(optimizers, "SLAB", 1 << 14)
-    predict._trace.cache_clear()
+    _trace.cache_clear()
     try:
         once = nano(optimizer="adamw_8bit").requests
         monkeypatch.setattr(predict, "each_slab_size_once", lambda log: nullcontext())
-        predict._trace.cache_clear()
+        _trace.cache_clear()
         assert nano(optimizer="adamw_8bit").requests == once
     finally:
-        predict._trace.cache_clear()
+        _trace.cache_clear()
 
 
 def test_replaying_leaves_the_trace_alone():

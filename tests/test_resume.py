@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import distributed, experiment
-from labutils import resume as resuming
-from labutils.cli import main
-from labutils.records import RecordError, load_record, state_files
+from labutils.techniques.schedule import learning_rate_at
+from labutils.tools.cli import main
+from labutils.training import distributed, experiment
+from labutils.training import saved_state as resuming
+from labutils.training.records import RecordError, load_record, state_files
 from tests.helpers import CPU
 
 SMALL = {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 8, "lr_warmup_steps": 2}
@@ -41,7 +42,7 @@ def start(name="fp32", *, resume=False, **changes):
 
 
 def stop_at(monkeypatch, step):
-    real = experiment.learning_rate_at
+    real = learning_rate_at
 
     def stopping(now, config):
         if now == step:
@@ -91,7 +92,7 @@ def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
 
 def train_slowly(folder: str) -> None:
     os.environ["LABUTILS_RUNS"] = folder
-    real = experiment.learning_rate_at
+    real = learning_rate_at
     experiment.learning_rate_at = lambda step, config: (time.sleep(0.05), real(step, config))[1]
     start()
 
@@ -115,7 +116,7 @@ def test_ctrl_c_while_a_state_is_written_ends_the_run(runs, monkeypatch):
 
 
 def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
-    real = experiment.learning_rate_at
+    real = learning_rate_at
     monkeypatch.setattr(
         experiment, "learning_rate_at", lambda step, config: real(step, config) if step < 2 else math.nan
     )
@@ -283,7 +284,7 @@ def test_a_state_whose_config_is_none_is_refused(state):
 
 def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys):
     resource = pytest.importorskip("resource")  # not on Windows
-    limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), experiment.learning_rate_at
+    limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), learning_rate_at
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def fill(step, config):

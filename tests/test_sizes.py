@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import sizes
-from labutils.cards import CARDS, Card
-from labutils.solver import largest_micro_batch
+from labutils.config.cards import CARDS, Card
+from labutils.prediction import sizes
+from labutils.prediction.sizes import largest_micro_batch
 
 
 @pytest.fixture

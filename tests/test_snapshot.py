@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils import memory, snapshot
+from labutils.memory import snapshot
+from labutils.memory.cpu_recorder import allocation_profile, highest_rise
 from tests.helpers import CPU
 
 
@@ -32,11 +33,11 @@ def small_step():
 
 def test_a_recorded_step_rises_as_far_as_the_allocator_says_and_leaves_nothing():
     step = small_step()
-    with memory.allocation_profile() as profile:
+    with allocation_profile() as profile:
         step()
     with snapshot.record(CPU) as found:
         step()
-    assert found.alive().sum(axis=1).max() == pytest.approx(memory.highest_rise(profile), rel=0.01)
+    assert found.alive().sum(axis=1).max() == pytest.approx(highest_rise(profile), rel=0.01)
     assert sum(found.at_end().values()) == 0
     assert found.alive().min() >= 0
 

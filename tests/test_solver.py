@@ -5,11 +5,13 @@ import itertools
 import pytest
 
 import labutils as lab
-from labutils import solver
-from labutils.cards import CONTEXT_GIB
-from labutils.device import SMALLEST_GIB
-from labutils.predict import needed_gib, predict_memory
-from labutils.solver import _candidates, fit, largest_micro_batch, time_cost
+from labutils.config.cards import CONTEXT_GIB
+from labutils.machine import here
+from labutils.machine.gpu import SMALLEST_GIB
+from labutils.prediction.changes import time_cost
+from labutils.prediction.fit import _candidates, fit
+from labutils.prediction.memory import needed_gib, predict_memory
+from labutils.prediction.sizes import largest_micro_batch
 from tests.helpers import slow
 
 SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048}
@@ -159,10 +161,10 @@ def test_where_memory_is_short_micro_batches_shrink_and_nothing_else(monkeypatch
     plain = lab.fitting("fp32", "bf16")
     assert [c.name for c in plain] == ["fp32", "bf16"] and plain == [lab.load_config("fp32"), lab.load_config("bf16")]
     now = needed_gib(lab.predict_memory(plain[0], "cpu"), "cpu")
-    monkeypatch.setattr(solver, "free_bytes", lambda _: 0.7 * now * 2**30)
+    monkeypatch.setattr(here, "free_bytes", lambda _: 0.7 * now * 2**30)
     fp32, bf16 = (config.on("cpu") for config in lab.fitting("fp32", "bf16", steps=7))
     assert fp32.micro_batch_size == bf16.micro_batch_size == 2
     assert fp32.tokens_per_step == plain[0].on("cpu").tokens_per_step and fp32.steps == 7
     assert needed_gib(lab.predict_memory(fp32, "cpu"), "cpu") <= 0.7 * now
-    monkeypatch.setattr(solver, "free_bytes", lambda _: 2**20)
+    monkeypatch.setattr(here, "free_bytes", lambda _: 2**20)
     assert lab.fitting("fp32")[0].on("cpu").micro_batch_size == 1

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import labutils as lab
-from labutils.experiment import build_optimizer, learning_rate_at
-from labutils.precision import grad_scaler
+from labutils.techniques.precision import grad_scaler
+from labutils.techniques.schedule import learning_rate_at
+from labutils.workload.build import build_optimizer
 from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, two_layers
 
 train = partial(lab.train, loss_fn=squared_error_sum, count_targets=count_rows, progress=False)

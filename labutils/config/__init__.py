@@ -1,0 +1,1 @@
+"""What an experiment is. Nothing here imports torch."""

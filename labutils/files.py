@@ -1,0 +1,68 @@
+"""Files of a run: the folder `runs/`, atomic writes, ids, the course's commit."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+REPO_DIR = Path(__file__).resolve().parent.parent
+REFERENCE_DIR = Path(__file__).resolve().parent / "reference"
+
+
+def runs_dir() -> Path:
+    """Return the folder of generated files: `runs/` beside the notebooks, or what LABUTILS_RUNS names."""
+    return Path(os.environ.get("LABUTILS_RUNS") or REPO_DIR / "runs").expanduser().resolve()
+
+
+def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a file so that a reader sees all of it or none, creating its folder. Raises OSError.
+
+    `content` may be a function that writes into the file it is given. A process killed meanwhile leaves a hidden file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-")
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            content(file) if callable(content) else file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)  # in a shared folder others may read it; mkstemp lets nobody
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def require_room(n_bytes: int = 2**18) -> None:
+    """Raise OSError if so many bytes, more than most records have, cannot be written into runs/; leaves nothing."""
+    try:
+        runs_dir().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=runs_dir()) as file:
+            file.write(bytes(n_bytes))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        named = "LABUTILS_RUNS names it" if os.environ.get("LABUTILS_RUNS") else "LABUTILS_RUNS can name another folder"
+        raise OSError(f"nothing can be written to {runs_dir()} ({error.strerror}); {named}") from error
+
+
+def new_id() -> tuple[str, str]:
+    """Return (id, time of creation): sorted ids are in order of time, and no two are equal."""
+    now = datetime.now(UTC)
+    return f"{now:%Y%m%d-%H%M%S%f}-{secrets.token_hex(2)}", now.isoformat(timespec="seconds")
+
+
+def commit() -> str:
+    """Return the git commit of the course, with + if files have changed since; "unknown" outside a git checkout."""
+    command = ["git", "-C", str(REPO_DIR), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return answer.stdout.strip() or "unknown"

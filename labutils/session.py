@@ -1,0 +1,79 @@
+"""What a notebook's first cell calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from labutils.config.schema import Config
+from labutils.machine.gpu import choose_device, diagnose, gpu_facts
+from labutils.machine.here import environment
+from labutils.machine.host import usable_cpus
+from labutils.memory.device_memory import cap_to_free, free_memory
+from labutils.memory.errors import is_out_of_memory, short_message
+from labutils.prediction.out_of_memory import ways_out
+from labutils.techniques import compiling
+
+if TYPE_CHECKING:
+    pass
+
+
+def setup() -> torch.device:
+    """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
+
+    Also gives torch no more threads than this process may use CPUs, and on Windows no more of a card's memory than is
+    free (see `memory.cap_to_free`), shortens errors that say out of memory (see
+    `out_of_memory.explain_in_notebooks`), silences two warnings of the compiler (see
+    `compiling.silence_known_warnings`), and tells pandas not to cut the reasons in our tables short.
+    """
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
+    explain_in_notebooks()
+    compiling.silence_known_warnings()
+    pd.set_option("display.max_colwidth", None, "display.width", 200)
+    facts = gpu_facts()
+    problem = diagnose(facts)
+    device = torch.device("cuda" if facts.usable and not problem else "cpu")
+    cap_to_free(device)
+    if problem:
+        print(f"!! A GPU IS NOT USED: {problem}\n")
+    print(", ".join(f"{key} {value}" for key, value in environment(device).items() if key != "device_type"))
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    if device.type == "cpu" and busy > 1.25 * (os.cpu_count() or 1):
+        print(
+            f"!! OTHER PROGRAMS COMPUTE HERE: {busy:.1f} threads on {os.cpu_count()} CPUs in the last minute. "
+            "Times mean little. For two notebooks at once start Jupyter with OMP_NUM_THREADS=1 in its environment"
+        )
+    return device
+
+
+def explain_in_notebooks(on: bool = True) -> None:
+    """Let IPython answer an error that says out of memory in a few lines, and give back what the cell has allocated.
+
+    The traceback, which IPython keeps, loses its frames' variables, so that the next cell finds the memory free. If the
+    notebook has a `config`, its ways out are named. `on=False`: IPython as it is. Does nothing outside IPython.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is not None:
+        shell.set_custom_exc((RuntimeError, MemoryError) if on else (), _answer if on else None)
+
+
+def _answer(shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: int | None = None) -> None:
+    if not is_out_of_memory(error):
+        shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
+        return
+    frames = [f for f in traceback.extract_tb(tb) if not f.filename.endswith("interactiveshell.py")]
+    deepest = [f for f in frames if "ipython-input" in f.filename or "ipykernel_" in f.filename][-1:] or frames[:1]
+    lines = [f"Out of memory: {short_message(error)}"]
+    lines += [f"in line {f.lineno} of {'the cell' if f.name == '<module>' else f.name}: {f.line}" for f in deepest]
+    sys.last_value = error
+    free_memory()
+    if isinstance(config := shell.user_ns.get("config"), Config):
+        lines.append(f"For `config` ({config.name}): {ways_out(config, choose_device())}")
+    error._render_traceback_ = lambda: lines
+    shell.showtraceback((kind, error, tb), tb_offset=tb_offset)

@@ -1,0 +1,1 @@
+"""One file per technique. They import torch, and never each other."""

@@ -1,0 +1,61 @@
+"""How a Hugging Face model attends: its own kernels, or one of torch's."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SDPA_KERNELS = {
+    "math": SDPBackend.MATH,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+}
+
+
+def use_attention(model: nn.Module, kind: str) -> None:
+    """Choose how a Hugging Face model attends; without padding no causal mask exists as a tensor, but in `eager`.
+
+    `eager` is Hugging Face's own, with (T, T) matrices and mask; `sdpa` its own call of fused kernels. The others call
+    torch's scaled_dot_product_attention here: its `math`, memory-`efficient` or `flash` kernel, which raises
+    RuntimeError where it does not exist, or the one that torch prefers (`auto`). Under a tracer (torch.compile, or on
+    fake tensors) transformers' `sdpa` builds the mask as a tensor, which rules flash attention out; and before every
+    eager step it looks for packed sequences on the device, for which the CPU waits.
+    """
+    from transformers import AttentionInterface
+
+    def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
+        with nullcontext() if kind == "auto" else sdpa_kernel(SDPA_KERNELS[kind]):
+            out = F.scaled_dot_product_attention(
+                query,  # (B, heads, T, width of a head)
+                key,
+                value,
+                attention_mask,
+                dropout_p=dropout,
+                is_causal=attention_mask is None and query.shape[2] > 1,
+                scale=scaling,
+            )
+        return out.transpose(1, 2).contiguous(), None
+
+    def with_4d_mask(module, args, inputs):
+        """Join padding (B, T) and causality as (B, 1, T, T), True where a position may be read; none without padding.
+
+        transformers hands a 4-D mask on as it is, and for an attention without a mask function builds none of its own.
+        """
+        padding = inputs.get("attention_mask")
+        if padding is not None and padding.ndim == 2 and module.config._attn_implementation == name:
+            keys = padding.shape[1]
+            given = next(t for t in (*args, inputs.get("input_ids"), inputs.get("inputs_embeds")) if t is not None)
+            queries = keys if inputs.get("past_key_values") is None else given.shape[1]
+            causal = torch.ones(keys, keys, dtype=torch.bool, device=padding.device).tril()[-queries:]
+            inputs["attention_mask"] = causal & padding.bool()[:, None, None, :]
+        return args, inputs
+
+    name = kind if kind in ("eager", "sdpa") else f"labutils_{kind}"
+    if name != kind:
+        AttentionInterface.register(name, attend)
+        model.base_model.register_forward_pre_hook(with_4d_mask, with_kwargs=True)
+    model.config._attn_implementation = name

@@ -1,0 +1,212 @@
+"""A config as one script that needs no labutils: the same training, bit for bit on a CPU, in lines a reader can keep.
+
+`script.txt` holds the script with every technique; a config keeps some of its lines. Behind `#?` stand facts, all of
+which must hold (`!` negates one): at the end of a line for that line, on a line of its own for what follows, up to the
+next such line. Where a line that opens a block is dropped by the former, the block moves out.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from string import Template
+
+import torch
+
+from labutils.config.schema import Config, ConfigError
+from labutils.techniques import checkpointing, compiling, optimizers, precision
+from labutils.techniques.attention import SDPA_KERNELS
+from labutils.techniques.loss import FP16_ENLARGED
+from labutils.techniques.quantization import BLOCK, round_stochastically
+from labutils.workload import data
+from labutils.workload.build import HELD_OUT_SEQUENCES, tokens_to_read
+from labutils.workload.gpt2 import ACTIVATIONS, SIZES, vocab_size
+
+SCRIPT = Path(__file__).with_name("script.txt")
+IMPORTS = """\
+import json
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel"""
+AUTOCAST = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
+LONGEST_TOKEN = 8  # characters of a token, on average, with room: a text this many times longer has tokens enough
+LIBRARY_TOKENS = 1_000_000  # fewer than Python's library has
+
+
+def script(config: Config, device_type: str) -> str:
+    """Return the source of a script that trains `config` on a `device_type` of "cpu" or "cuda", without labutils.
+
+    Each step's loss is that of `run_experiment`, bit for bit on a CPU with as many threads and without `compile`. It
+    runs all `steps`, also where `run_experiment` runs fewer because the precision is slow; it writes no record and
+    measures no memory. Raises ConfigError for values that do not agree on that device, or for `stdlib` if Python's own
+    reference is missing here; PrecisionUnsupported if the device is here and lacks the precision.
+    """
+    c = config.on(device_type)
+    where, is_here = torch.device(device_type), device_type == "cpu" or torch.cuda.is_available()
+    has_bf16 = not is_here or precision.support("bf16", where).ok
+    c = c.model_copy(update={"precision": precision.without_choice(c.precision, has_bf16)})
+    if is_here:
+        precision.require(c.precision, where)
+    if c.corpus == "stdlib" and not data.topic_texts():
+        raise ConfigError(f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text file")
+    template = Template(_keep(SCRIPT.read_text(encoding="utf-8"), _facts(c, device_type)))
+    values = _values(c, device_type)
+    code = template.substitute(values | {"note": "", "about": "", "imports": ""})
+    text = template.substitute(values, imports=_imports(code))
+    return re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
+
+
+def _facts(c: Config, device_type: str) -> dict[str, bool]:
+    """Return what the tags of `script.txt` name."""
+    reference = len("\n\n".join(data.topic_texts()))
+    stdlib, small = c.corpus == "stdlib", c.optimizer in ("adamw_bf16", "adamw_8bit")
+    facts = {name: c.precision == name for name in ("tf32", "fp16", "pure_bf16")}
+    facts |= {name: c.gradient_checkpointing == name for name in ("block", "selective", "offload")}
+    return facts | {
+        "cuda": device_type == "cuda",
+        "own_text": not stdlib,
+        "more_text": stdlib and reference < LONGEST_TOKEN * tokens_to_read(c),
+        "one_epoch": stdlib and tokens_to_read(c) < LIBRARY_TOKENS,
+        "pretrained": c.weights == "pretrained",
+        "pad_vocab": c.pad_vocab,
+        "long": c.seq_len > 1024,  # than GPT2Config's own number of positions
+        "amp": c.precision in AUTOCAST,
+        "half": c.precision in (*AUTOCAST, "pure_bf16"),
+        "limited": device_type == "cuda" and c.memory_limit_gib > 0,
+        "expandable": device_type == "cuda" and c.expandable_segments,
+        "kernel": c.attention in SDPA_KERNELS,
+        "attend": _attends(c),
+        "every_n": c.gradient_checkpointing.startswith("every_"),
+        "chunks": c.loss_chunk_tokens > 0,
+        "compiled": c.compile != compiling.OFF,
+        "small_adamw": small,
+        "bits8": c.optimizer == "adamw_8bit",
+        "bits16": c.optimizer == "adamw_bf16",
+        "in_backward": c.optimizer_in_backward,
+        "needs_order": not (small and c.optimizer_in_backward),
+        "clears": not c.optimizer_in_backward and (not small or c.precision == "fp16"),
+        "warmup": c.lr_warmup_steps > 0,
+        "cosine": c.lr_schedule == "cosine" and c.steps > c.lr_warmup_steps,
+        "accumulates": c.grad_accum_steps > 1,
+        "drops": c.dropout > 0,
+        "clips": c.max_grad_norm > 0,
+        "evaluates": c.eval_every > 0,
+    }
+
+
+def _attends(c: Config) -> bool:
+    """Return whether the script calls torch's attention itself; otherwise transformers does, in the same way."""
+    return c.attention in SDPA_KERNELS or (c.attention == "auto" and c.compile != compiling.OFF)
+
+
+def _values(c: Config, device_type: str) -> dict[str, object]:
+    """Return what the `$names` of `script.txt` stand for: the config's values, and what follows from them."""
+    n_entries, eager = vocab_size(c.model), c.compile == compiling.OFF
+    how = {"fused": "fused=True", "foreach": "foreach=True", "for_loop": "foreach=False"}[c.optimizer_impl]
+    own_kernel = SDPA_KERNELS.get(c.attention)
+    attention = [op for op in checkpointing.ATTENTION if ("for_cpu" in str(op)) == (device_type == "cpu")]
+    kept = [str(op) for op in checkpointing.MATMULS + ([] if c.dropout else attention)]
+    compile_arguments = compiling.mode_and_arguments(c.compile, device_type, c.grad_accum_steps > 1)[1]
+    note = "".join(letter for letter in " ".join(c.note.split()) if letter.isprintable())
+    about = {
+        "cpu": f"Each step's loss is that of the run {c.name} of labutils on a CPU with as many threads"
+        + (", bit for bit" if eager else ", but for what the compiler adds up in another order"),
+        "cuda": f"The training of the run {c.name} of labutils on a GPU",
+    }[device_type]
+    if device_type == "cpu" and c.precision not in ("fp32", "tf32"):
+        about += " (and goes on where that stops early, because 16 bits are slow)"
+    about += "; written by `python -m labutils export`."
+    shape = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[c.model], strict=False))
+    shape |= {"vocab_size": -(-n_entries // 64) * 64 if c.pad_vocab else n_entries}
+    shape |= {"bos_token_id": 0, "eos_token_id": 0}  # of the tokenizer that the script trains
+    return c.model_dump() | {
+        "about": textwrap.fill(about, 120, break_on_hyphens=False),
+        "vocab_64": -(-n_entries // 64),
+        "note": textwrap.fill(f"{c.model}: {note}".translate({92: "/", 34: "'"}), 117),
+        "device_type": device_type,
+        "grad_accum_steps": c.grad_accum_steps,
+        "block": BLOCK,
+        "slab": f"1 << {optimizers.SLAB.bit_length() - 1}",
+        "corpus": repr(c.corpus) if {"'", '"'} & set(c.corpus) else f'"{repr(c.corpus)[1:-1]}"',
+        "vocab_size": n_entries,
+        "min_tokens": tokens_to_read(c),
+        "every": data.HELD_OUT_EVERY,
+        "every_less_1": data.HELD_OUT_EVERY - 1,
+        "held_out_sequences": HELD_OUT_SEQUENCES,
+        "kernel": own_kernel.name if own_kernel else "",
+        "blocks_per_unit": checkpointing.BLOCKS_PER_UNIT.get(c.gradient_checkpointing, 1),
+        "on_host": _source(checkpointing.on_host, "Copy a tensor to the host; return a function that brings it back."),
+        "activation": ACTIVATIONS[c.activation],
+        "attention": "causal" if _attends(c) else {"auto": "sdpa"}.get(c.attention, c.attention),
+        "use_cache": c.use_cache and c.gradient_checkpointing == "none",
+        "to": ".to(DEVICE, dtype=torch.bfloat16)" if c.precision == "pure_bf16" else ".to(DEVICE)",
+        "shape": json.dumps(shape),
+        "kept": f"[{', '.join(kept)}]" if c.dropout else "".join(["[\n", *(f"    {op},\n" for op in kept), "]"]),
+        "dtype": AUTOCAST.get(c.precision, ""),
+        "enlarged": FP16_ENLARGED,
+        "compile_options": "".join(f", {key}={value!r}".replace("'", '"') for key, value in compile_arguments.items()),
+        "round_stochastically": _source(
+            round_stochastically, "Return float32 x as bfloat16, up or down by chance: right on average."
+        ),
+        "optimizer": "torch.optim.SGD" if c.optimizer == "sgd" else "torch.optim.AdamW",
+        "optimizer_options": f"{'momentum=0.9' if c.optimizer == 'sgd' else 'betas=(0.9, 0.95)'}, {how}",
+        "loss": "loss_sum" if eager else "compiled_loss",
+        "sequences": "GRAD_ACCUM_STEPS * MICRO_BATCH_SIZE" if c.grad_accum_steps > 1 else "MICRO_BATCH_SIZE",
+    }
+
+
+def _keep(text: str, facts: Mapping[str, bool]) -> str:
+    """Return the lines of `text` whose tags hold, without the tags."""
+    kept, section, moved_out = [], True, []  # the last: indents of the dropped lines that opened a block
+    for tagged in text.splitlines():
+        line, tag, words = (part.rstrip() for part in tagged.partition("#?"))
+        holds = all(facts[word.removeprefix("!")] != word.startswith("!") for word in words.split())
+        if tag and not line:
+            section = holds
+        elif section:
+            indent = len(line) - len(line.lstrip())
+            while moved_out and line and indent <= moved_out[-1]:
+                moved_out.pop()
+            if holds:
+                kept.append(line[4 * len(moved_out) :])
+            elif re.search(r":(  #.*)?$", line):
+                moved_out.append(indent)
+    return "\n".join(kept)
+
+
+def _source(function: Callable, docstring: str) -> str:
+    """Return a function's own source with a shorter docstring: what is tricky exists once."""
+    lines = inspect.getsource(function).splitlines()
+    old = ast.parse("\n".join(lines)).body[0].body[0]
+    return "\n".join([*lines[: old.lineno - 1], f'    """{docstring}"""', *lines[old.end_lineno :]])
+
+
+def _imports(code: str) -> str:
+    """Return the imports of names that `code` uses."""
+    kept = []
+    for line in IMPORTS.splitlines():
+        start, keyword, names = line.rpartition("import ")
+        aliases = [(name, name.rpartition(" ")[2]) for name in names.split(", ") if name]
+        used = [name for name, alias in aliases if re.search(rf"(?<![\w.]){alias}[.(,)\[]", code)]
+        if used or not line:
+            kept.append(start + keyword + ", ".join(used))
+    return "\n".join(kept)

@@ -1,0 +1,201 @@
+"""Score the exercises of submitted notebooks, each notebook in a process of its own with limits of time and memory.
+
+An exercise is recognised by the check it calls, `lab.checks.NAME(…)`, whatever became of the cells around it. Run is
+what that cell needs and nothing else: going upwards, the cells that define the names it uses. This keeps accidents
+apart; it is no prison for hostile code.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from labutils.files import REPO_DIR
+
+NOT_EXERCISES = {"hint", "self_test"}
+SECONDS, MEMORY_GIB = 180, 6
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one exercise of one submission came to: right, wrong, open, missing, or failed; `reason` in words."""
+
+    submission: str
+    exercise: str
+    verdict: str
+    reason: str = ""
+
+
+def code_cells(path: Path) -> list[str]:
+    """Return the code cells of a notebook, lines of IPython's own (`%pip`, `!ls`) left out. Raises ValueError."""
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        found = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no notebook that can be read: {type(error).__name__}: {error}") from error
+    return ["\n".join("" if line.lstrip()[:1] in ("%", "!") else line for line in cell.splitlines()) for cell in found]
+
+
+def exercises_of(cell: str) -> list[str]:
+    """Return the checks that a cell calls; none if it is not Python."""
+    return [
+        node.func.attr
+        for node in ast.walk(_parsed(cell))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value).endswith("checks")
+        and node.func.attr not in NOT_EXERCISES
+    ]
+
+
+def _parsed(cell: str) -> ast.AST:
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        return ast.parse(cell)
+    return ast.Module([], [])
+
+
+def _names(cell: str) -> tuple[set[str], set[str]]:
+    """Return (names that a cell defines or changes, names that it uses)."""
+    defines, uses = set(), set()
+    for node in ast.walk(_parsed(cell)):
+        if isinstance(node, ast.Name):
+            (uses if isinstance(node.ctx, ast.Load) else defines).add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defines.add(node.name)
+        elif isinstance(node, ast.alias):
+            defines.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            inner = node.value
+            while isinstance(inner, (ast.Subscript, ast.Attribute)):
+                inner = inner.value
+            defines |= {inner.id} if isinstance(inner, ast.Name) else set()
+    return defines, uses
+
+
+def needed_cells(cells: Sequence[str], at: int) -> list[str]:
+    """Return cell number `at` and, in order, the cells before it that define what it and they use."""
+    chosen, wanted = [cells[at]], _names(cells[at])[1]
+    for cell in reversed(cells[:at]):
+        defines, uses = _names(cell)
+        if defines & wanted:
+            chosen.insert(0, cell)
+            wanted = (wanted - defines) | uses
+    return chosen
+
+
+def expected(cells: Sequence[str]) -> list[str]:
+    """Return the exercises of the course's notebook that these cells share most with."""
+    have = {name for cell in cells for name in exercises_of(cell)}
+    course = [
+        list(dict.fromkeys(name for cell in code_cells(path) for name in exercises_of(cell)))
+        for path in sorted(REPO_DIR.glob("0*.ipynb"))
+    ]
+    return max(course, key=lambda names: len(have & set(names)))
+
+
+def _score(cells: Sequence[str], exercise: str) -> tuple[str, str]:
+    """Run one exercise in this process and return (verdict, reason)."""
+    from labutils import checks
+
+    places = [i for i, cell in enumerate(cells) if exercise in exercises_of(cell)]
+    if not places:
+        broken = any(exercise in cell and not exercises_of(cell) for cell in cells)
+        return "missing", "its cell is not Python" if broken else f"no cell calls checks.{exercise}"
+    heard: list[tuple[Any, str | None]] = []
+
+    def report(answer: Any, problem_of: Any) -> None:
+        heard.append((answer, None if answer is None else problem_of()))
+
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    checks._report = report
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            for cell in needed_cells(cells, places[-1]):
+                heard.clear()
+                exec(compile(cell, "submission", "exec"), namespace)
+    except BaseException as error:  # whatever it raises, SystemExit too, is its own failure
+        return "failed", f"{type(error).__name__}: {error}"[:200]
+    twice = f"called in {len(places)} cells; the last counts" if len(places) > 1 else ""
+    if not heard:
+        return "failed", "the check was not reached"
+    answer, problem = heard[-1]
+    if answer is None:
+        return "open", twice
+    return ("wrong", problem) if problem else ("right", twice)
+
+
+def _limit(memory_gib: float) -> None:
+    import resource
+
+    size = int(memory_gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+def grade(path: Path, seconds: float = SECONDS, memory_gib: float = MEMORY_GIB) -> list[Score]:
+    """Return a score for each exercise of a submitted notebook; nothing it contains raises.
+
+    `seconds` for the whole notebook; memory is limited on Linux only. A process that dies costs the exercise it died
+    in, the next one starts in a new process.
+    """
+    try:
+        left = expected(code_cells(path))
+    except ValueError as error:
+        return [Score(path.name, "", "failed", str(error))]
+    scores: list[Score] = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"LABUTILS_RUNS": folder, "MPLBACKEND": "Agg", "PYTHONPATH": str(REPO_DIR)}
+        while left:
+            command = [sys.executable, "-m", "labutils.tools.grade", str(path.resolve()), *left]
+            limit = (lambda: _limit(memory_gib)) if sys.platform == "linux" else None
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                preexec_fn=limit, text=True, encoding="utf-8", errors="replace",
+            )  # fmt: skip
+            try:
+                said, _ = process.communicate(timeout=seconds)
+                reason = f"its process ended with exit code {process.returncode}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said, _ = process.communicate()
+                reason = f"not done after {seconds:g} s"
+            for line in said.splitlines():
+                with contextlib.suppress(ValueError, TypeError):
+                    scores.append(Score(path.name, *json.loads(line)))
+            left = left[len({score.exercise for score in scores} & set(left)) :]
+            if left:
+                scores.append(Score(path.name, left.pop(0), "failed", reason))
+    return scores
+
+
+def grade_folder(folder: Path, seconds: float = SECONDS, memory_gib: float = MEMORY_GIB):
+    """Return a pandas table of the scores of every notebook in a folder, with a progress bar. Raises ValueError."""
+    import pandas as pd
+    from tqdm import tqdm
+
+    paths = sorted(path for path in folder.glob("**/*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+    if not paths:
+        raise ValueError(f"no notebook in {folder}")
+    bar = tqdm(paths, desc="grading", file=sys.stderr)
+    return pd.DataFrame([asdict(score) for path in bar for score in grade(path, seconds, memory_gib)])
+
+
+def _main(path: str, *exercises: str) -> None:
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")  # what a submission prints goes elsewhere
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    cells = code_cells(Path(path))
+    for exercise in exercises:
+        print(json.dumps([exercise, *_score(cells, exercise)]), file=channel, flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

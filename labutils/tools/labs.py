@@ -1,0 +1,81 @@
+"""Execute the notebooks as `make labs` does: outputs into runs/, a copy as HTML, the committed files untouched."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbconvert import HTMLExporter
+
+from labutils.files import REPO_DIR, runs_dir, write_atomically
+
+CELL_TIMEOUT_S = 1200
+
+
+def execute(path: Path, *, in_place: bool = False) -> bool:
+    """Run a notebook top to bottom in a fresh kernel and write `runs/<name>.ipynb` and `.html`; return success.
+
+    The notebook is written even if a cell fails: it shows how far it came. `in_place` writes it back to `path` instead.
+    """
+    if not path.exists():
+        path = REPO_DIR / path.name
+    if not path.exists():
+        print(f"no such notebook: {path.name}", file=sys.stderr)
+        return False
+    notebook = nbformat.read(path, as_version=4)
+    total = sum(cell.cell_type == "code" for cell in notebook.cells)
+    done = 0
+
+    def report(cell: nbformat.NotebookNode, cell_index: int, **_: object) -> None:
+        nonlocal done
+        if cell.cell_type == "code":
+            done += 1
+            print(f"\r{path.name}: cell {done}/{total}", end="", flush=True)
+
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(REPO_DIR)}},
+        on_cell_executed=report,
+    )
+    start, problem = time.perf_counter(), ""
+    try:
+        client.execute()
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        problem = str(error)
+    print(f"\r{path.name}: {done}/{total} cells, {time.perf_counter() - start:.0f} s")
+    tidy(notebook)
+    target = path if in_place and not problem else runs_dir() / path.name
+    write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
+    html, _ = HTMLExporter().from_notebook_node(notebook)
+    write_atomically(runs_dir() / f"{path.stem}.html", html.encode())
+    print(f"wrote {target} and {runs_dir() / path.stem}.html")
+    if problem:
+        print(problem, file=sys.stderr)
+    return not problem
+
+
+def tidy(notebook: nbformat.NotebookNode) -> None:
+    """Fold what carriage returns overwrote, join split streams; drop times, widget state and the frames of errors."""
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        joined: list[nbformat.NotebookNode] = []
+        for output in cell.get("outputs", []):
+            if output.output_type == "stream" and joined and joined[-1].get("name") == output.name:
+                joined[-1].text += output.text
+            else:
+                joined.append(output)
+        for output in joined:
+            if output.output_type == "error":  # the frames name folders of this machine
+                output.traceback = [f"{output.ename}: {output.evalue}"]
+            if output.output_type == "stream":
+                output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
+        if cell.cell_type == "code":
+            cell.outputs = joined
