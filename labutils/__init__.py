@@ -1,4 +1,7 @@
-"""labutils: what the four training-optimisation notebooks share. Attributes load on first use, so importing is free."""
+"""labutils: what the four training-optimisation notebooks share.
+
+Attributes load on first use, so importing is free.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import os
 from typing import Any
 
 __version__ = "0.1.0"
-# Torch's C++ code would write to stderr whenever CUDA runs out of memory, caught or not, and the profiler about freed
-# blocks. Torch reads this when it is imported: so a script or notebook imports labutils before torch.
+# Torch's C++ code would write to stderr whenever CUDA runs out of memory, caught or not, and the
+# profiler about freed blocks. Torch reads this when it is imported: so a script or notebook imports
+# labutils before torch.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _MODULES = {
@@ -28,7 +32,9 @@ _MODULE_OF = {
     **dict.fromkeys(("autocast", "grad_scaler", "support", "tf32"), "techniques.precision"),
     **dict.fromkeys(("allocated_bytes", "free_memory"), "memory.device_memory"),
     **dict.fromkeys(("needed_gib", "predict_memory", "predict_module"), "prediction.memory"),
-    **dict.fromkeys(("fitting", "largest_micro_batch", "shape_that_fits", "size_that_fits"), "prediction.sizes"),
+    **dict.fromkeys(
+        ("fitting", "largest_micro_batch", "shape_that_fits", "size_that_fits"), "prediction.sizes"
+    ),
     **dict.fromkeys(("closed_form", "static_gib"), "prediction.arithmetic"),
     **dict.fromkeys(("compare", "readable"), "training.compare"),
     **dict.fromkeys(("find_runs", "load_record", "reference_runs"), "training.records"),
@@ -48,7 +54,9 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'labutils' has no attribute {name!r}; it has: {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'labutils' has no attribute {name!r}; it has: {', '.join(__all__)}"
+        )
     module = importlib.import_module(f"labutils.{_MODULE_OF[name]}")
     value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value

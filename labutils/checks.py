@@ -1,4 +1,5 @@
-"""Check an exercise: "right", or which misconception the answer shows. Hints come in steps; no answer is ever printed.
+"""Check an exercise: "right", or which misconception the answer shows. Hints come in steps; no
+answer is ever printed.
 
 An exercise left at None says that it is open and passes, so that Run All goes through.
 """
@@ -126,7 +127,8 @@ def _survivors_problem(values: Sequence[float], answer: Sequence[float]) -> str 
 
 
 def bytes_per_parameter(answer: float | None) -> None:
-    """Check the bytes per parameter that training with SGD and momentum under autocast keeps, however small the batch.
+    """Check the bytes per parameter that training with SGD and momentum under autocast keeps,
+    however small the batch.
 
     Weights, gradients and optimizer state count; the 16-bit copies that live during a step do not.
     """
@@ -137,33 +139,48 @@ def _bytes_problem(answer: float) -> str | None:
     right = sum(torch.finfo(dtype).bits // 8 for dtype in _static_dtypes())
     misconceptions = {
         right + 4: "that is AdamW. How many numbers does momentum remember?",
-        right // 2: "that is everything halved, as the saying goes. Section 4 shows the dtypes under autocast.",
-        right - 4: "one float32 number per parameter is missing: weight, gradient, or what momentum remembers?",
-        right - 2: "one tensor per parameter is counted in 16 bits. Which one did you expect to shrink?",
+        right
+        // 2: "that is everything halved, as the saying goes. Section 4 shows the dtypes under autocast.",
+        right
+        - 4: "one float32 number per parameter is missing: weight, gradient, or what momentum remembers?",
+        right
+        - 2: "one tensor per parameter is counted in 16 bits. Which one did you expect to shrink?",
         right + 2: "the 16-bit copies exist, but only during a step; count what stays.",
     }
     if answer == right:
         return None
-    return misconceptions.get(answer, "give one number: for each thing that exists per parameter, its bytes, summed.")
+    return misconceptions.get(
+        answer, "give one number: for each thing that exists per parameter, its bytes, summed."
+    )
 
 
 def _static_dtypes() -> list[torch.dtype]:
-    """Return the dtypes of weight, gradient and momentum of one parameter after a real step under autocast."""
+    """Return the dtypes of weight, gradient and momentum of one parameter after a real step under
+    autocast.
+    """
     layer = nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    return [t.dtype for t in (layer.weight, layer.weight.grad, optimizer.state[layer.weight]["momentum_buffer"])]
+    return [
+        t.dtype
+        for t in (layer.weight, layer.weight.grad, optimizer.state[layer.weight]["momentum_buffer"])
+    ]
 
 
-AmpStep = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, float], object]
+AmpStep = Callable[
+    [nn.Module, torch.Tensor, torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, float],
+    object,
+]
 
 
 def amp_step(step: AmpStep | None) -> None:
-    """Check `step(model, x, y, optimizer, scaler, max_grad_norm)`: one FP16 training step with mean squared error.
+    """Check `step(model, x, y, optimizer, scaler, max_grad_norm)`: one FP16 training step with mean
+    squared error.
 
-    It is run on a small network on the CPU: on ordinary data, on data that overflows, and repeatedly.
+    It is run on a small network on the CPU: on ordinary data, on data that overflows, and
+    repeatedly.
     """
     _report(step, lambda: _amp_problem(step))
 
@@ -191,19 +208,17 @@ def _amp_problem(step: AmpStep) -> str | None:
             "and the scale was taken out of them afterwards."
         )
     if ratio > 1.5:
-        return (
-            "the step is longer than max_grad_norm allows: are the gradients clipped, and after the scale is taken out?"
-        )
+        return "the step is longer than max_grad_norm allows: are the gradients clipped, and after the scale is taken out?"
     model, x, y, optimizer, scaler = _toy(rate, start_scale)
     before = _flat(model)
     step(model, x, y * 1e6, optimizer, scaler, max_grad_norm)
     if not torch.equal(_flat(model), before):
-        return (
-            "on an overflow the weights changed. The optimizer must step through the scaler, which skips such a step."
-        )
+        return "on an overflow the weights changed. The optimizer must step through the scaler, which skips such a step."
     if scaler.get_scale() >= start_scale:
         return "after an overflow the loss scale is as high as before, so the next step overflows too: who updates it?"
-    model, x, y, optimizer, scaler = _toy(rate, 1.0)  # a larger scale would hide left-over, unscaled gradients
+    model, x, y, optimizer, scaler = _toy(
+        rate, 1.0
+    )  # a larger scale would hide left-over, unscaled gradients
     step(model, x, y, optimizer, scaler, 1e9)
     twice = _flat(model)
     left_over = [p.grad for p in model.parameters() if p.grad is not None]
@@ -239,14 +254,18 @@ def _flat_gradient(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _gradient(_toy(1.0, 1.0)[0], x, y)
 
 
-def _fresh_step(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor, rate: float) -> torch.Tensor:
+def _fresh_step(
+    weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor, rate: float
+) -> torch.Tensor:
     model = _toy(1.0, 1.0)[0]
     nn.utils.vector_to_parameters(weights, model.parameters())
     return -rate * _gradient(model, x, y)
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-AmpWindow = Callable[[nn.Module, list[Rows], torch.optim.Optimizer, torch.amp.GradScaler, float], object]
+AmpWindow = Callable[
+    [nn.Module, list[Rows], torch.optim.Optimizer, torch.amp.GradScaler, float], object
+]
 Epoch = Callable[[nn.Module, list[Rows], torch.optim.Optimizer, int, float], object]
 NOT_ACCUMULATED = "the window went through the model at once: right, but it would need the memory of the full batch."
 WINDOW_ROWS = (2, 12, 1, 6, 9, 4, 3)  # unequal, so that a mean of means differs from the mean
@@ -254,11 +273,19 @@ WINDOW_ROWS = (2, 12, 1, 6, 9, 4, 3)  # unequal, so that a mean of means differs
 
 def _rows(sizes: Sequence[int]) -> list[Rows]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 1, generator=generator)) for n in sizes]
+    return [
+        (torch.randn(n, 4, generator=generator), torch.randn(n, 1, generator=generator))
+        for n in sizes
+    ]
 
 
-def _wrong_gradients(weights: torch.Tensor, window: list[Rows], grad_accum_steps: int) -> dict[str, torch.Tensor]:
-    """Return {"": the gradient of the mean over all rows of a window, misconception: the gradient it gives}."""
+def _wrong_gradients(
+    weights: torch.Tensor, window: list[Rows], grad_accum_steps: int
+) -> dict[str, torch.Tensor]:
+    """Return {"": the gradient of the mean over all rows of a window, misconception:
+
+    The gradient it gives}.
+    """
     model = _toy(1.0, 1.0)[0]
     nn.utils.vector_to_parameters(weights, model.parameters())
     sums = [_gradient(model, x, y) * len(y) for x, y in window]
@@ -268,18 +295,30 @@ def _wrong_gradients(weights: torch.Tensor, window: list[Rows], grad_accum_steps
     return {
         "": sum(sums) / sum(rows),
         "the micro-batches' means were added: the gradient grows with their number.": sum(means),
-        f"a mean of means: a row in a small micro-batch weighs more than one in a large {share}.": sum(means)
+        f"a mean of means: a row in a small micro-batch weighs more than one in a large {share}.": sum(
+            means
+        )
         / len(means),
         "a shorter last window was divided as if it were full.": sum(means) / grad_accum_steps,
         "sums were added and never divided.": sum(sums),
-        "only the last micro-batch arrived: what the others left in .grad was shrunk or cleared.": sums[-1] / sum(rows),
+        "only the last micro-batch arrived: what the others left in .grad was shrunk or cleared.": sums[
+            -1
+        ]
+        / sum(rows),
         "only the last micro-batch arrived, with its own mean.": means[-1],
     }
 
 
-def _nearest(moved: torch.Tensor, candidates: dict[str, torch.Tensor], tolerance: float) -> str | None:
-    """Return the key of the candidate that `moved` equals up to a relative tolerance; None if there is none."""
-    apart = {text: ((moved - vector).norm() / vector.norm()).item() for text, vector in candidates.items()}
+def _nearest(
+    moved: torch.Tensor, candidates: dict[str, torch.Tensor], tolerance: float
+) -> str | None:
+    """Return the key of the candidate that `moved` equals up to a relative tolerance; None if there
+    is none.
+    """
+    apart = {
+        text: ((moved - vector).norm() / vector.norm()).item()
+        for text, vector in candidates.items()
+    }
     text = min(apart, key=apart.get)
     return text if apart[text] < tolerance else None
 
@@ -298,15 +337,21 @@ def _clipped_each_time(weights: torch.Tensor, window: list[Rows], max_norm: floa
 
 
 class _Watch:
-    """Notes the weights before and after each optimizer step, and how many rows the model had seen by then."""
+    """Notes the weights before and after each optimizer step, and how many rows the model had seen
+    by then.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.steps: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self.dtypes: list[torch.dtype] = []
         self.rows = self.most_rows = 0
         model[0].register_forward_hook(self._forward)
-        optimizer.register_step_pre_hook(lambda *_: self.steps.append((_flat(model), _flat(model), self.rows)))
-        optimizer.register_step_post_hook(lambda *_: self.steps.append((self.steps.pop()[0], _flat(model), self.rows)))
+        optimizer.register_step_pre_hook(
+            lambda *_: self.steps.append((_flat(model), _flat(model), self.rows))
+        )
+        optimizer.register_step_post_hook(
+            lambda *_: self.steps.append((self.steps.pop()[0], _flat(model), self.rows))
+        )
 
     def _forward(self, _module: nn.Module, inputs: tuple, out: torch.Tensor) -> None:
         self.rows += len(inputs[0])
@@ -315,16 +360,23 @@ class _Watch:
 
 
 def amp_window(step: AmpWindow | None) -> None:
-    """Check `step(model, micro_batches, optimizer, scaler, max_grad_norm)`: one FP16 optimizer step over a window.
+    """Check `step(model, micro_batches, optimizer, scaler, max_grad_norm)`: one FP16 optimizer step
+    over a window.
 
     `micro_batches` is a list of (x, y) with unequal numbers of rows; the loss is the mean squared error over all rows.
-    It is run on a small network on the CPU: without clipping, with it, with an overflow, and repeatedly.
+    It is run on a small network on the CPU: without clipping, with it, with an overflow, and
+    repeatedly.
     """
     _report(step, lambda: _amp_window_problem(step))
 
 
 def _amp_window_problem(step: AmpWindow) -> str | None:
-    rate, scale, tolerance, window = 1.0, 256.0, 0.03, _rows(WINDOW_ROWS[:4])  # FP16 products: some 0.001 off
+    rate, scale, tolerance, window = (
+        1.0,
+        256.0,
+        0.03,
+        _rows(WINDOW_ROWS[:4]),
+    )  # FP16 products: some 0.001 off
     model, _, _, optimizer, scaler = _toy(rate, scale)
     watch, before = _Watch(model, optimizer), _flat(model)
     step(model, window, optimizer, scaler, 1e9)
@@ -372,10 +424,12 @@ def _amp_window_problem(step: AmpWindow) -> str | None:
 
 
 def accumulation_epoch(epoch: Epoch | None) -> None:
-    """Check `epoch(model, batches, optimizer, grad_accum_steps, max_grad_norm)`, which returns one loss per step.
+    """Check `epoch(model, batches, optimizer, grad_accum_steps, max_grad_norm)`, which returns one
+    loss per step.
 
     `batches` is a list of (x, y) with unequal numbers of rows; each optimizer step is that of the mean squared error
-    over all rows of its window, and so is the loss. It is run on 7 micro-batches in windows of 3, also with clipping.
+    over all rows of its window, and so is the loss. It is run on 7 micro-batches in windows of 3,
+    also with clipping.
     """
     _report(epoch, lambda: _epoch_problem(epoch))
 
@@ -391,10 +445,14 @@ def _epoch_problem(epoch: Epoch) -> str | None:
     if problem := _windows_problem(seen, rows_at, accumulate):
         return problem
     for i, ((before, after, _), window) in enumerate(zip(watch.steps, windows, strict=True)):
-        verdict = _nearest((before - after) / rate, _wrong_gradients(before, window, accumulate), 1e-3)
+        verdict = _nearest(
+            (before - after) / rate, _wrong_gradients(before, window, accumulate), 1e-3
+        )
         if verdict != "":
             if i:
-                verdict = verdict or "it also contains gradients of an earlier window: were they cleared?"
+                verdict = (
+                    verdict or "it also contains gradients of an earlier window: were they cleared?"
+                )
             return f"optimizer step {i + 1}: {verdict or 'not the gradient of the mean over all rows.'}"
     if problem := _losses_problem(losses, watch.steps, windows):
         return problem
@@ -405,7 +463,9 @@ def _epoch_problem(epoch: Epoch) -> str | None:
     watch = _Watch(model, optimizer)
     for _ in range(2):
         epoch(model, batches, optimizer, accumulate, limit)
-    for i, ((before, after, _), window) in enumerate(zip(watch.steps, [*windows, *windows], strict=True)):
+    for i, ((before, after, _), window) in enumerate(
+        zip(watch.steps, [*windows, *windows], strict=True)
+    ):
         true = _wrong_gradients(before, window, accumulate)[""]
         ways = {
             "": _clipped(true, limit),
@@ -438,7 +498,9 @@ def _windows_problem(seen: list[int], expected: list[int], accumulate: int) -> s
 
 
 def _losses_problem(losses: object, steps: list[tuple], windows: list[list[Rows]]) -> str | None:
-    """Compare the reported losses with each window's mean over rows, at the weights before its step."""
+    """Compare the reported losses with each window's mean over rows, at the weights before its
+    step.
+    """
     if not isinstance(losses, (list, tuple, torch.Tensor)) or len(losses) != len(windows):
         return f"return a list with one loss per optimizer step: {len(windows)} of them."
     model, right, last = _toy(1.0, 1.0)[0], [], []
@@ -456,7 +518,9 @@ def _losses_problem(losses: object, steps: list[tuple], windows: list[list[Rows]
 
 
 def floor_gib(n_params: float, answer: float | None) -> None:
-    """Check the GiB that float32 training of `n_params` parameters with AdamW needs, however small the micro-batch."""
+    """Check the GiB that float32 training of `n_params` parameters with AdamW needs, however small
+    the micro-batch.
+    """
     _report(answer, lambda: _floor_problem(n_params, answer))
 
 
@@ -483,12 +547,18 @@ def _floor_problem(n_params: float, answer: float) -> str | None:
     if near(each[0]) or near(2 * each[0]):
         return "weights, or weights and gradients, are not all: what does AdamW remember?"
     if answer < sum(each):
-        return "too low. Which of weights, gradients and moments would a smaller micro-batch shrink?"
-    return "too high: with a micro-batch small enough, what grows with the batch is next to nothing."
+        return (
+            "too low. Which of weights, gradients and moments would a smaller micro-batch shrink?"
+        )
+    return (
+        "too high: with a micro-batch small enough, what grows with the batch is next to nothing."
+    )
 
 
 def beta2(now: float, factor: float, answer: float | None) -> None:
-    """Check the decay rate of Adam's second moment that keeps its half-life in tokens for a batch `factor` as large."""
+    """Check the decay rate of Adam's second moment that keeps its half-life in tokens for a batch
+    `factor` as large.
+    """
     _report(answer, lambda: _beta2_problem(now, factor, answer))
 
 
@@ -510,7 +580,9 @@ def _beta2_problem(now: float, factor: float, answer: float) -> str | None:
 
 
 def block_runs(n_layer: int, unit: int, answer: int | None) -> None:
-    """Check how often a block's forward runs in one step of `n_layer` blocks, checkpointed in units of `unit`."""
+    """Check how often a block's forward runs in one step of `n_layer` blocks, checkpointed in units
+    of `unit`.
+    """
     _report(answer, lambda: _block_runs_problem(n_layer, unit, answer))
 
 
@@ -531,24 +603,36 @@ def _block_runs_problem(n_layer: int, unit: int, answer: int) -> str | None:
     right = sum(block.runs for block in blocks)
     misconceptions = {
         n_layer: "that is the step without checkpointing. What does backward find inside a unit?",
-        n_layer + n_layer // unit: "each unit is computed again, not one block of each: only the unit's input is kept.",
-        right - unit: "saving the last unit is possible, but a checkpointed unit is computed again wherever it stands.",
+        n_layer
+        + n_layer
+        // unit: "each unit is computed again, not one block of each: only the unit's input is kept.",
+        right
+        - unit: "saving the last unit is possible, but a checkpointed unit is computed again wherever it stands.",
         2: "that is one block's count; there are more blocks.",
         right
-        - n_layer // unit: "a unit's first block is computed again too: kept is what goes in, not what comes out.",
+        - n_layer
+        // unit: "a unit's first block is computed again too: kept is what goes in, not what comes out.",
         3 * n_layer: "backward costs as much as two forward passes, but it is not one.",
     }
-    return None if answer == right else misconceptions.get(answer, "count block by block: how often does each run?")
+    return (
+        None
+        if answer == right
+        else misconceptions.get(answer, "count block by block: how often does each run?")
+    )
 
 
 def best_segments(n_layer: int, ratio: float, answer: float | None) -> None:
-    """Check the number of equal segments with the smallest peak, if each layer keeps `ratio` times its input."""
+    """Check the number of equal segments with the smallest peak, if each layer keeps `ratio` times
+    its input.
+    """
     _report(answer, lambda: _segments_problem(n_layer, ratio, answer))
 
 
 def _segments_problem(n_layer: int, ratio: float, answer: float) -> str | None:
     if not isinstance(answer, (int, float)) or answer != int(answer) or not 1 <= answer <= n_layer:
-        return f"the answer is a whole number: {n_layer} layers have between 1 and {n_layer} segments."
+        return (
+            f"the answer is a whole number: {n_layer} layers have between 1 and {n_layer} segments."
+        )
 
     def peak(n: float) -> float:
         return n + ratio * math.ceil(n_layer / n)
@@ -589,7 +673,9 @@ def _placement_problem(kept: list[float], input_size: float, answer: Sequence[in
     def peak(starts: Sequence[int]) -> float:
         return input_size * len(starts) + max(segments(starts))
 
-    every = ([0, *chosen] for size in range(n) for chosen in itertools.combinations(range(1, n), size))
+    every = (
+        [0, *chosen] for size in range(n) for chosen in itertools.combinations(range(1, n), size)
+    )
     if peak(starts) == min(map(peak, every)):
         return None
     given = f"{peak(starts):g} at the peak, {max(segments(starts)):g} of it the largest segment; less is possible."
@@ -602,7 +688,9 @@ def _placement_problem(kept: list[float], input_size: float, answer: Sequence[in
     return f"{given} The huge layer stands alone; do the others need so many segments?"
 
 
-def nvidia_smi(allocated_gib: float, reserved_gib: float, context_gib: float, answer: float | None) -> None:
+def nvidia_smi(
+    allocated_gib: float, reserved_gib: float, context_gib: float, answer: float | None
+) -> None:
     """Check what nvidia-smi shows for a process, in MiB."""
     _report(answer, lambda: _smi_problem(allocated_gib, reserved_gib, context_gib, answer))
 
@@ -613,7 +701,8 @@ def _smi_problem(allocated: float, reserved: float, context: float, answer: floa
         reserved: "the context is missing: it is the process's as well.",
         allocated + context: "cached segments belong to the process until it returns them.",
         allocated + reserved + context: "allocated bytes lie within the reserved ones.",
-        allocated + reserved: "allocated bytes lie within the reserved ones, and the context is missing.",
+        allocated
+        + reserved: "allocated bytes lie within the reserved ones, and the context is missing.",
     }
     if abs(answer - (reserved + context) * 1024) < 1:
         return None
@@ -665,16 +754,56 @@ def _batch_problem(peaks: dict[int, float], budget: float, answer: int) -> str |
 
 
 STATEMENTS = (
-    ("A technique that saves activations always lowers the peak.", False, "only if activations are alive at the peak"),
-    ("empty_cache() can make room for a tensor of this process.", False, "PyTorch empties the cache itself first"),
-    ("nvidia-smi shows at least what PyTorch has reserved.", True, "reserved segments, and the context"),
-    ("A snapshot made without _record_memory_history first has no history.", True, "only the present state"),
-    ("Twice the batch needs at least twice the memory.", False, "weights and moments do not grow with it"),
-    ("More accumulation steps at the same micro-batch lower the peak.", False, "the micro-batch must shrink"),
-    ("After a failed cell, tensors of its functions can still be alive.", True, "the traceback keeps their frames"),
-    ("In a small model with a large vocabulary the logits can outweigh a block.", True, "section 4"),
-    ("A BF16 weight rounded to nearest follows every small update.", False, "below half a step it does not move"),
-    ("Freeing gradients in backward still allows clipping by the global norm.", False, "that needs all gradients"),
+    (
+        "A technique that saves activations always lowers the peak.",
+        False,
+        "only if activations are alive at the peak",
+    ),
+    (
+        "empty_cache() can make room for a tensor of this process.",
+        False,
+        "PyTorch empties the cache itself first",
+    ),
+    (
+        "nvidia-smi shows at least what PyTorch has reserved.",
+        True,
+        "reserved segments, and the context",
+    ),
+    (
+        "A snapshot made without _record_memory_history first has no history.",
+        True,
+        "only the present state",
+    ),
+    (
+        "Twice the batch needs at least twice the memory.",
+        False,
+        "weights and moments do not grow with it",
+    ),
+    (
+        "More accumulation steps at the same micro-batch lower the peak.",
+        False,
+        "the micro-batch must shrink",
+    ),
+    (
+        "After a failed cell, tensors of its functions can still be alive.",
+        True,
+        "the traceback keeps their frames",
+    ),
+    (
+        "In a small model with a large vocabulary the logits can outweigh a block.",
+        True,
+        "section 4",
+    ),
+    (
+        "A BF16 weight rounded to nearest follows every small update.",
+        False,
+        "below half a step it does not move",
+    ),
+    (
+        "Freeing gradients in backward still allows clipping by the global norm.",
+        False,
+        "that needs all gradients",
+    ),
 )
 
 
@@ -683,6 +812,8 @@ def self_test(answers: Sequence[bool | None]) -> None:
     if len(answers) != len(STATEMENTS):
         print(f"There are {len(STATEMENTS)} statements; the list has {len(answers)} entries.")
         return
-    for i, ((text, truth, reason), answer) in enumerate(zip(STATEMENTS, answers, strict=True), start=1):
+    for i, ((text, truth, reason), answer) in enumerate(
+        zip(STATEMENTS, answers, strict=True), start=1
+    ):
         verdict = "open " if answer is None else "right" if answer is truth else "wrong"
         print(f"{i:2d}. {verdict}  {text}" + (f" ({reason})" if answer is not None else ""))

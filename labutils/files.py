@@ -16,7 +16,10 @@ REFERENCE_DIR = Path(__file__).resolve().parent / "reference"
 
 
 def runs_dir() -> Path:
-    """Return the folder of generated files: `runs/` beside the notebooks, or what LABUTILS_RUNS names."""
+    """Return the folder of generated files:
+
+    `runs/` beside the notebooks, or what LABUTILS_RUNS names.
+    """
     return Path(os.environ.get("LABUTILS_RUNS") or REPO_DIR / "runs").expanduser().resolve()
 
 
@@ -40,7 +43,9 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) 
 
 
 def require_room(n_bytes: int = 2**18) -> None:
-    """Raise OSError if so many bytes, more than most records have, cannot be written into runs/; leaves nothing."""
+    """Raise OSError if so many bytes, more than most records have, cannot be written into runs/;
+    leaves nothing.
+    """
     try:
         runs_dir().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=runs_dir()) as file:
@@ -48,8 +53,14 @@ def require_room(n_bytes: int = 2**18) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        named = "LABUTILS_RUNS names it" if os.environ.get("LABUTILS_RUNS") else "LABUTILS_RUNS can name another folder"
-        raise OSError(f"nothing can be written to {runs_dir()} ({error.strerror}); {named}") from error
+        named = (
+            "LABUTILS_RUNS names it"
+            if os.environ.get("LABUTILS_RUNS")
+            else "LABUTILS_RUNS can name another folder"
+        )
+        raise OSError(
+            f"nothing can be written to {runs_dir()} ({error.strerror}); {named}"
+        ) from error
 
 
 def new_id() -> tuple[str, str]:
@@ -59,8 +70,19 @@ def new_id() -> tuple[str, str]:
 
 
 def commit() -> str:
-    """Return the git commit of the course, with + if files have changed since; "unknown" outside a git checkout."""
-    command = ["git", "-C", str(REPO_DIR), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    """Return the git commit of the course, with + if files have changed since; "unknown" outside a
+    git checkout.
+    """
+    command = [
+        "git",
+        "-C",
+        str(REPO_DIR),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--dirty=+",
+        "--exclude=*",
+    ]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 def setup() -> torch.device:
     """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
 
-    Also gives torch no more threads than this process may use CPUs, and on Windows no more of a card's memory than is
-    free (see `memory.cap_to_free`), shortens errors that say out of memory (see
+    Also gives torch no more threads than this process may use CPUs, and on Windows no more of a
+    card's memory than is free (see `memory.cap_to_free`), shortens errors that say out of memory
+    (see
     `out_of_memory.explain_in_notebooks`), silences two warnings of the compiler (see
     `compiling.silence_known_warnings`), and tells pandas not to cut the reasons in our tables short.
     """
@@ -41,7 +42,11 @@ def setup() -> torch.device:
     cap_to_free(device)
     if problem:
         print(f"!! A GPU IS NOT USED: {problem}\n")
-    print(", ".join(f"{key} {value}" for key, value in environment(device).items() if key != "device_type"))
+    print(
+        ", ".join(
+            f"{key} {value}" for key, value in environment(device).items() if key != "device_type"
+        )
+    )
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     if device.type == "cpu" and busy > 1.25 * (os.cpu_count() or 1):
         print(
@@ -52,10 +57,12 @@ def setup() -> torch.device:
 
 
 def explain_in_notebooks(on: bool = True) -> None:
-    """Let IPython answer an error that says out of memory in a few lines, and give back what the cell has allocated.
+    """Let IPython answer an error that says out of memory in a few lines, and give back what the
+    cell has allocated.
 
-    The traceback, which IPython keeps, loses its frames' variables, so that the next cell finds the memory free. If the
-    notebook has a `config`, its ways out are named. `on=False`: IPython as it is. Does nothing outside IPython.
+    The traceback, which IPython keeps, loses its frames' variables, so that the next cell finds the
+    memory free. If the notebook has a `config`, its ways out are named. `on=False`: IPython as it
+    is. Does nothing outside IPython.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
@@ -63,14 +70,21 @@ def explain_in_notebooks(on: bool = True) -> None:
         shell.set_custom_exc((RuntimeError, MemoryError) if on else (), _answer if on else None)
 
 
-def _answer(shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: int | None = None) -> None:
+def _answer(
+    shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: int | None = None
+) -> None:
     if not is_out_of_memory(error):
         shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
         return
     frames = [f for f in traceback.extract_tb(tb) if not f.filename.endswith("interactiveshell.py")]
-    deepest = [f for f in frames if "ipython-input" in f.filename or "ipykernel_" in f.filename][-1:] or frames[:1]
+    deepest = [f for f in frames if "ipython-input" in f.filename or "ipykernel_" in f.filename][
+        -1:
+    ] or frames[:1]
     lines = [f"Out of memory: {short_message(error)}"]
-    lines += [f"in line {f.lineno} of {'the cell' if f.name == '<module>' else f.name}: {f.line}" for f in deepest]
+    lines += [
+        f"in line {f.lineno} of {'the cell' if f.name == '<module>' else f.name}: {f.line}"
+        for f in deepest
+    ]
     sys.last_value = error
     free_memory()
     if isinstance(config := shell.user_ns.get("config"), Config):

@@ -1,4 +1,5 @@
-"""Hold the allocator's rules against torch's: random requests and frees on a CUDA device, all bytes compared.
+"""Hold the allocator's rules against torch's: random requests and frees on a CUDA device, all bytes
+compared.
 
     PYTORCH_ALLOC_CONF=expandable_segments:True python -m tests.allocator_story CAP_MIB
 
@@ -43,14 +44,18 @@ def main(cap_mib: int, steps: int = 2000) -> None:
                 ours.free(block)
             else:
                 tensor, block = ask_both(int(2 ** dice.uniform(8, 26.5)), ours)
-                assert (tensor is None) == (block is None), f"step {step}: only {'torch' if block else 'we'} refused"
+                assert (tensor is None) == (block is None), (
+                    f"step {step}: only {'torch' if block else 'we'} refused"
+                )
                 if tensor is None:
                     refused += 1
                 else:
                     alive.append((tensor, block))
                 del tensor
             found = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            assert found == (ours.allocated, ours.reserved), f"step {step}: {found} {ours.allocated, ours.reserved}"
+            assert found == (ours.allocated, ours.reserved), (
+                f"step {step}: {found} {ours.allocated, ours.reserved}"
+            )
     print(f"{refused} refused, {ours.n_retries} times the cache was emptied; all else equal")
 
 

@@ -1,4 +1,6 @@
-"""Every test writes into a folder of its own, reads the configs as committed, and finds no model hub."""
+"""Every test writes into a folder of its own, reads the configs as committed, and finds no model
+hub.
+"""
 
 from __future__ import annotations
 

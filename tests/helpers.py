@@ -19,21 +19,28 @@ CPU = torch.device("cpu")
 
 
 def committed(path: str) -> str:
-    """Return a file as committed, so that a reader's edit in the working tree fails no test; else as it stands."""
+    """Return a file as committed, so that a reader's edit in the working tree fails no test; else
+    as it stands.
+    """
     command = ["git", "-C", str(REPO), "show", f"HEAD:{path}"]
     try:
         answer = subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:
         return (REPO / path).read_text(encoding="utf-8")
-    return answer.stdout.decode() if answer.returncode == 0 else (REPO / path).read_text(encoding="utf-8")
+    return (
+        answer.stdout.decode()
+        if answer.returncode == 0
+        else (REPO / path).read_text(encoding="utf-8")
+    )
 
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Measure memory inside: the same bytes on every CPU.
 
-    With AVX-512 or AMX oneDNN copies the weight of a 16-bit product into a layout of its own. That is a library's
-    workspace, which predictions leave out; beside a small model it is one or two per cent of the peak.
+    With AVX-512 or AMX oneDNN copies the weight of a 16-bit product into a layout of its own. That
+    is a library's workspace, which predictions leave out; beside a small model it is one or two per
+    cent of the peak.
     """
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False
@@ -44,7 +51,10 @@ def without_onednn() -> Iterator[None]:
 
 
 def fill_hub_cache(folder: Path) -> nn.Module:
-    """Make a model hub's cache, as it lies on disk under HF_HOME; "gpt2" in it has the nano size. Return its model."""
+    """Make a model hub's cache, as it lies on disk under HF_HOME; "gpt2" in it has the nano size.
+
+    Return its model.
+    """
     repository = folder / "hub" / "models--openai-community--gpt2"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
@@ -64,7 +74,10 @@ def regression_batches(n: int, size: int = 6, seed: int = 0) -> list[dict[str, t
     """`n` batches of `x` (size, 4) and `y` (size, 1)."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        {"x": torch.randn(size, 4, generator=generator), "y": torch.randn(size, 1, generator=generator)}
+        {
+            "x": torch.randn(size, 4, generator=generator),
+            "y": torch.randn(size, 1, generator=generator),
+        }
         for _ in range(n)
     ]
 

@@ -1,8 +1,10 @@
-"""Does a change leave every number alone? `python tests/neutrality.py COMMIT` compares it with this checkout.
+"""Does a change leave every number alone? `python tests/neutrality.py COMMIT` compares it with this
+checkout.
 
-Both versions run on this machine in one call, through the command line alone: all shipped configs and the variants
-below train a few steps, and are predicted for three devices. Losses, ledgers and predictions must be equal, bit for
-bit. Nothing is stored: losses differ from one kind of CPU to another.
+Both versions run on this machine in one call, through the command line alone: all shipped configs
+and the variants below train a few steps, and are predicted for three devices. Losses, ledgers and
+predictions must be equal, bit for bit. Nothing is stored: losses differ from one kind of CPU to
+another.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ VARIANTS = {
     ],
     "bf16": [["precision=pure_bf16"], ["precision=16bit"], ["loss_chunk_tokens=64"]],
     "checkpointing": [
-        [f"gradient_checkpointing={policy}"] for policy in ("none", "every_2", "every_3", "selective", "offload")
+        [f"gradient_checkpointing={policy}"]
+        for policy in ("none", "every_2", "every_3", "selective", "offload")
     ],
 }
 FITS = [
@@ -47,14 +50,18 @@ FITS = [
 
 def commands() -> list[list[str]]:
     """Return the command lines that are compared."""
-    found = [["predict", name, "--json", "--device", device] for device in DEVICES for name in CONFIGS]
+    found = [
+        ["predict", name, "--json", "--device", device] for device in DEVICES for name in CONFIGS
+    ]
     found += [["predict", *arguments, "--json"] for arguments in FITS]
     found += [["run", name, *STEPS] for name in CONFIGS]
     for name, variants in VARIANTS.items():
         for variant in variants:
             pairs = [argument for pair in variant for argument in ("--set", pair)]
             found.append(["run", name, *STEPS, *pairs])
-            found += [["predict", name, "--json", "--device", device, *pairs] for device in ("t4", "cpu")]
+            found += [
+                ["predict", name, "--json", "--device", device, *pairs] for device in ("t4", "cpu")
+            ]
     return found
 
 
@@ -62,7 +69,8 @@ def numbers(record: dict) -> dict:
     """Return what must be equal in two records of the same run: all but times, versions and ids."""
     series = {key: values for key, values in record["series"].items() if key != "step_ms"}
     kept = ("name", "outcome", "held_out", "epochs", "tokens_per_step", "corpus")
-    # autocast frees its cast weights in an order that differs each time: the timeline shows it, the peaks do not
+    # autocast frees its cast weights in an order that differs each time: the timeline shows it, the
+    # peaks do not
     phases = record["memory"] and record["memory"]["phases"]
     return {"series": series, "phases": phases, **{key: record[key] for key in kept}}
 
@@ -112,11 +120,16 @@ def main(commit: str) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         old = folder / "old"
-        subprocess.run(["git", "-C", str(here), "worktree", "add", "-q", "--detach", str(old), commit], check=True)
+        subprocess.run(
+            ["git", "-C", str(here), "worktree", "add", "-q", "--detach", str(old), commit],
+            check=True,
+        )
         try:
             before = answers_of(old, folder / "before")
         finally:
-            subprocess.run(["git", "-C", str(here), "worktree", "remove", "--force", str(old)], check=True)
+            subprocess.run(
+                ["git", "-C", str(here), "worktree", "remove", "--force", str(old)], check=True
+            )
         after = answers_of(here, folder / "after")
     different = [text for text in before if before[text] != after.get(text)]
     for text in different:

@@ -8,10 +8,14 @@ from labutils.techniques import precision
 from labutils.tools.cli import main
 from tests.helpers import REPO, slow
 
-NAMES = sorted(path.name.removesuffix("_config.yaml") for path in REPO.glob("configs/*_config.yaml"))
+NAMES = sorted(
+    path.name.removesuffix("_config.yaml") for path in REPO.glob("configs/*_config.yaml")
+)
 
 
-@pytest.mark.parametrize("name", [n if n == "optimized" else pytest.param(n, marks=slow) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [n if n == "optimized" else pytest.param(n, marks=slow) for n in NAMES]
+)
 def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
     device = "rtx4060" if name == "xl" else "cpu"  # on a CPU nothing is left that would help xl
     found = advise(lab.load_config(name), device)
@@ -30,7 +34,9 @@ def test_on_a_card_too(name):
 
 
 def test_what_does_nothing_here_is_said_and_so_is_what_cannot_be():
-    """With one short sequence the peak is what stands; what accumulates cannot update within backward."""
+    """With one short sequence the peak is what stands; what accumulates cannot update within
+    backward.
+    """
     small = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 64, "activation": "gelu_tanh"}
     found = advise(lab.load_config("fp32", **small), "cpu")
     assert found.helpful[0].changes == {"optimizer": "adamw_8bit"}
@@ -40,7 +46,11 @@ def test_what_does_nothing_here_is_said_and_so_is_what_cannot_be():
         *("gradient_checkpointing", "loss_chunk_tokens", "optimizer"),
     }
     text = str(found)
-    assert "1. optimizer: adamw_8bit" in text and "would do nothing here: " in text and "not possible here: " in text
+    assert (
+        "1. optimizer: adamw_8bit" in text
+        and "would do nothing here: " in text
+        and "not possible here: " in text
+    )
 
 
 def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
@@ -62,7 +72,10 @@ def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
 
 def test_several_together_save_more_than_each_and_leave_out_what_excludes_another():
     shape = {"seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 512, "precision": "fp32"}
-    found = advise(lab.load_config("fp32", **shape, dropout=0.0, activation="gelu_tanh", max_grad_norm=0.0), "cpu")
+    found = advise(
+        lab.load_config("fp32", **shape, dropout=0.0, activation="gelu_tanh", max_grad_norm=0.0),
+        "cpu",
+    )
     by_key = {next(iter(one.changes)): one for one in found.helpful}
     assert {"gradient_checkpointing", "micro_batch_size", "loss_chunk_tokens"} <= set(by_key)
     assert "forward pass twice" in by_key["gradient_checkpointing"].cost
@@ -82,9 +95,13 @@ def test_advice_that_excludes_other_advice_is_left_out_of_the_best_together():
 def test_a_precision_that_is_slow_here_is_not_advised(monkeypatch):
     slow = precision.Support(ok=True, slow=True, reason="takes 99 times as long")
     monkeypatch.setattr(
-        precision, "support", lambda name, _: slow if name == "bf16" else precision.Support(True, False, "")
+        precision,
+        "support",
+        lambda name, _: slow if name == "bf16" else precision.Support(True, False, ""),
     )
     small = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 32, "activation": "gelu_tanh"}
     found = advise(lab.load_config("fp32", **small, optimizer="sgd"), "cpu")
-    assert not any("adamw_8bit" in one.name for one in [*found.helpful, *found.useless])  # another algorithm
+    assert not any(
+        "adamw_8bit" in one.name for one in [*found.helpful, *found.useless]
+    )  # another algorithm
     assert found.impossible == {"precision: bf16": "takes 99 times as long"}

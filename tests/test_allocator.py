@@ -25,14 +25,17 @@ def filled(allocator: CachingAllocator, *mib: float) -> list:
     return [allocator.allocate(int(size * MIB)) for size in mib]
 
 
-@pytest.mark.parametrize(("asked", "got"), [(1, 512), (512, 512), (513, 1024), (3 * MIB + 1, 3 * MIB + 512)])
+@pytest.mark.parametrize(
+    ("asked", "got"), [(1, 512), (512, 512), (513, 1024), (3 * MIB + 1, 3 * MIB + 512)]
+)
 def test_requests_are_rounded_up_to_512_bytes(asked, got):
     assert rounded(asked) == got
     assert CachingAllocator().allocate(asked).size == got
 
 
 @pytest.mark.parametrize(
-    ("mib", "segment"), [(0.001, 2), (1, 2), (1.001, 20), (9.9, 20), (10, 10), (11, 12), (20.5, 22), (147.2, 148)]
+    ("mib", "segment"),
+    [(0.001, 2), (1, 2), (1.001, 20), (9.9, 20), (10, 10), (11, 12), (20.5, 22), (147.2, 148)],
 )
 def test_the_driver_is_asked_for_segments(mib, segment):
     allocator = CachingAllocator()
@@ -41,7 +44,9 @@ def test_the_driver_is_asked_for_segments(mib, segment):
 
 
 def test_a_rest_of_more_than_a_mib_is_split_off_in_the_large_pool_only():
-    """A block of 11 MiB in a segment of 12 keeps its last MiB; of 10.5 MiB, the rest is a block of its own."""
+    """A block of 11 MiB in a segment of 12 keeps its last MiB; of 10.5 MiB, the rest is a block of
+    its own.
+    """
     allocator = CachingAllocator()
     assert allocator.allocate(11 * MIB).size == 12 * MIB
     assert allocator.allocate(int(10.5 * MIB)).size == int(10.5 * MIB)
@@ -59,7 +64,10 @@ def test_the_smallest_free_block_that_is_large_enough_is_taken():
 
 
 def test_neighbours_merge_and_holes_between_living_blocks_do_not():
-    """Ten of 2 MiB fill a segment. Every second one freed, no hole takes 4 MiB; the others freed too, one takes 20."""
+    """Ten of 2 MiB fill a segment.
+
+    Every second one freed, no hole takes 4 MiB; the others freed too, one takes 20.
+    """
     allocator = CachingAllocator()
     blocks = filled(allocator, *[2] * 10)
     assert allocator.reserved == 20 * MIB
@@ -78,7 +86,11 @@ def test_before_it_gives_up_it_returns_what_is_cached():
     for block in filled(allocator, 12, 12, 12):
         allocator.free(block)
     allocator.allocate(44 * MIB)
-    assert (allocator.reserved, allocator.peak_reserved, allocator.n_retries) == (44 * MIB, 44 * MIB, 1)
+    assert (allocator.reserved, allocator.peak_reserved, allocator.n_retries) == (
+        44 * MIB,
+        44 * MIB,
+        1,
+    )
     with pytest.raises(OutOfMemory) as caught:
         allocator.allocate(8 * MIB)
     assert (caught.value.asked, caught.value.segment) == (8 * MIB, 20 * MIB)
@@ -147,13 +159,17 @@ def test_oversize_blocks_go_back_before_everything_does():
 
 
 def test_garbage_collection_returns_the_longest_unused_first():
-    allocator = CachingAllocator(settings=Settings(garbage_collection_threshold=0.5), cap_bytes=100 * MIB)
+    allocator = CachingAllocator(
+        settings=Settings(garbage_collection_threshold=0.5), cap_bytes=100 * MIB
+    )
     for block in filled(allocator, 30, 40):
         allocator.free(block)
     for _ in range(9):
         allocator.free(allocator.allocate(35 * MIB))
     assert allocator.reserved == 70 * MIB
-    allocator.allocate(46 * MIB)  # 70 are more than half of 100: the block of 30 goes, that of 40 was just used
+    allocator.allocate(
+        46 * MIB
+    )  # 70 are more than half of 100: the block of 30 goes, that of 40 was just used
     assert allocator.reserved == 86 * MIB and allocator.n_retries == 0
 
 
@@ -171,7 +187,10 @@ def test_settings_are_read_as_torch_writes_them():
 )
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_asked_for_the_books_balance(steps, how, limit):
-    """Each step allocates, or frees one that lives. Blocks never overlap; when all is free, all goes back."""
+    """Each step allocates, or frees one that lives.
+
+    Blocks never overlap; when all is free, all goes back.
+    """
     allocator, alive = CachingAllocator(limit, how), []
     for size, choice in steps:
         if alive and choice % 2:
@@ -181,7 +200,9 @@ def test_whatever_is_asked_for_the_books_balance(steps, how, limit):
                 alive.append(allocator.allocate(size))
             except OutOfMemory:
                 continue
-        assert allocator.allocated == sum(block.size for block in alive) <= allocator.reserved <= limit
+        assert (
+            allocator.allocated == sum(block.size for block in alive) <= allocator.reserved <= limit
+        )
         ends = sorted((block.address, block.address + block.size) for block in alive)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
     for block in alive:

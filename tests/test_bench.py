@@ -17,26 +17,38 @@ SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
 
 @pytest.fixture(scope="module")
 def config():
-    return lab.load_config("optimized", **SMALL, lr_schedule="constant", lr_warmup_steps=0, steps=4).on("cpu")
+    return lab.load_config(
+        "optimized", **SMALL, lr_schedule="constant", lr_warmup_steps=0, steps=4
+    ).on("cpu")
 
 
 def stream(config):
     """Four micro-batches, then the end."""
-    batches = lab.batches(lab.load_corpus(min_tokens=20_000).split(config.seq_len)[0], config.micro_batch_size, 0)
+    batches = lab.batches(
+        lab.load_corpus(min_tokens=20_000).split(config.seq_len)[0], config.micro_batch_size, 0
+    )
     return (next(batches) for _ in range(4))
 
 
 def test_the_plain_gpt_is_the_same_function_with_the_same_gradients(config):
     batch = next(stream(config))
-    plain, ours = arms.PlainGPT(config), lab.build_model(dropout=0.0, seed=config.seed, pad_vocab=True)
+    plain, ours = (
+        arms.PlainGPT(config),
+        lab.build_model(dropout=0.0, seed=config.seed, pad_vocab=True),
+    )
     targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     loss = plain(batch["input_ids"], targets)
     expected = lab.lm_loss_sum(ours, batch) / lab.count_targets(batch)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.backward(), expected.backward()
-    torch.testing.assert_close(plain.tokens.weight.grad, ours.transformer.wte.weight.grad, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(
-        plain.blocks[1].up.weight.grad, ours.transformer.h[1].mlp.c_fc.weight.grad.T, rtol=1e-4, atol=1e-6
+        plain.tokens.weight.grad, ours.transformer.wte.weight.grad, rtol=1e-4, atol=1e-6
+    )
+    torch.testing.assert_close(
+        plain.blocks[1].up.weight.grad,
+        ours.transformer.h[1].mlp.c_fc.weight.grad.T,
+        rtol=1e-4,
+        atol=1e-6,
     )
 
 
@@ -44,7 +56,9 @@ def test_arms_without_dropout_train_alike(config):
     expected = arms.ours(config, stream(config), CPU)
     assert len(expected) == 4 and expected[-1] < expected[0]
     for arm in (arms.plain, arms.ours_bare):
-        assert arm(config, stream(config), CPU) == pytest.approx(expected, abs=0.01)  # other weight decay
+        assert arm(config, stream(config), CPU) == pytest.approx(
+            expected, abs=0.01
+        )  # other weight decay
     for arm in (arms.source, arms.corrected):  # Hugging Face's defaults drop out a tenth
         found = arm(config, stream(config), CPU)
         assert found[0] == pytest.approx(expected[0], abs=0.05)
@@ -98,12 +112,18 @@ def test_ablation_changes_one_switch_a_row_and_leaves_out_what_the_device_lacks(
     assert rows[-1].config == config
     shares = [bench.ablation_rows(config, CPU, (k, 3)) for k in (1, 2, 3)]
     assert all(share[-1].config == config for share in shares)
-    assert sorted(row.name for share in shares for row in share[:-1]) == sorted(row.name for row in rows[:-1])
+    assert sorted(row.name for share in shares for row in share[:-1]) == sorted(
+        row.name for row in rows[:-1]
+    )
     for row in rows[:-1]:
         if row.arm != "ours":  # the same config in another loop
             assert row.config == config and row.failed
             continue
-        differing = [key for key in type(config).model_fields if getattr(row.config, key) != getattr(config, key)]
+        differing = [
+            key
+            for key in type(config).model_fields
+            if getattr(row.config, key) != getattr(config, key)
+        ]
         assert len(differing) == 1, row.name
     assert "Ampere" in next(row.failed for row in rows if row.config.precision == "tf32")
     for changes in bench.ABLATIONS.values():
@@ -116,7 +136,12 @@ def test_scale_measures_and_predicts_the_same_peak(runs, capsys):
     assert main(["bench", "--scale", "--quick"]) == 0
     (path,) = runs.glob("bench-scale-quick-*.json")
     points = json.loads(path.read_text())["points"]
-    assert [(p["sweep"], p["value"]) for p in points] == [("batch", 1), ("batch", 2), ("length", 32), ("length", 64)]
+    assert [(p["sweep"], p["value"]) for p in points] == [
+        ("batch", 1),
+        ("batch", 2),
+        ("length", 32),
+        ("length", 64),
+    ]
     for point in points:
         assert point["predicted_bytes"] == pytest.approx(point["peak_bytes"], rel=0.005)
         assert point["ms"] > 0 and point["flops"] > 0
@@ -129,7 +154,9 @@ def test_gpu_suite_without_a_gpu_says_so(tmp_path, capsys, monkeypatch):
     assert "doctor" in capsys.readouterr().err
 
 
-def test_a_part_is_stopped_at_its_time_and_only_what_is_unfinished_runs_again(tmp_path, capsys, monkeypatch):
+def test_a_part_is_stopped_at_its_time_and_only_what_is_unfinished_runs_again(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(gpu_suite.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     python, out = [gpu_suite.PYTHON, "-c"], tmp_path / "out"
     out.mkdir()

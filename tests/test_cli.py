@@ -100,14 +100,23 @@ def test_check_names_every_bad_file(tmp_path, capsys):
 
 def test_check_takes_under_a_second():
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "labutils", "check", "bf16"], cwd=REPO, check=True, capture_output=True)
-    assert time.perf_counter() - start < 5  # a second on an idle machine; the bound only catches an import of torch
+    subprocess.run(
+        [sys.executable, "-m", "labutils", "check", "bf16"],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
+    )
+    assert (
+        time.perf_counter() - start < 5
+    )  # a second on an idle machine; the bound only catches an import of torch
 
 
 def test_new_copies_a_config_and_never_overwrites(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "configs"
     folder.mkdir()
-    (folder / "bf16_config.yaml").write_text(committed("configs/bf16_config.yaml"), encoding="utf-8")
+    (folder / "bf16_config.yaml").write_text(
+        committed("configs/bf16_config.yaml"), encoding="utf-8"
+    )
     monkeypatch.setattr(config_module, "CONFIGS_DIR", folder)
     monkeypatch.setattr(cli_module, "CONFIGS_DIR", folder)
     monkeypatch.chdir(tmp_path)
@@ -130,7 +139,13 @@ def test_doctor_describes_this_machine(capsys):
 
 
 def test_wrong_usage_exits_with_2_and_help_with_0(capsys):
-    for arguments, code in ((["nonsense"], 2), ([], 2), (["run"], 2), (["--help"], 0), (["run", "--help"], 0)):
+    for arguments, code in (
+        (["nonsense"], 2),
+        ([], 2),
+        (["run"], 2),
+        (["--help"], 0),
+        (["run", "--help"], 0),
+    ):
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
         assert exit_info.value.code == code
@@ -147,7 +162,9 @@ def test_ctrl_c_ends_a_run_with_130_and_a_partial_record(runs, stop):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell may have ignored it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a background shell may have ignored it
     )
     printed = ""
     while "loss " not in printed:  # the progress bar after some steps

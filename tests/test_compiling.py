@@ -26,7 +26,9 @@ def loss_and_gradient(loss_fn):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler here")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler here"
+)
 @pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=slow)])
 def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
     compiled = CompiledLoss(partial(lab.lm_loss_sum, chunk_tokens=16), mode, CPU)
@@ -39,7 +41,9 @@ def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
 
 def test_without_a_compiler_the_loss_is_eager_and_says_why(monkeypatch):
     def fails(*_):
-        raise torch._dynamo.exc.BackendCompilerFailed(None, RuntimeError("no C++ compiler found"), None)
+        raise torch._dynamo.exc.BackendCompilerFailed(
+            None, RuntimeError("no C++ compiler found"), None
+        )
 
     compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
     monkeypatch.setattr(compiled, "compiled", fails)
@@ -49,7 +53,9 @@ def test_without_a_compiler_the_loss_is_eager_and_says_why(monkeypatch):
 
 def test_a_missing_compiler_is_what_torch_reports_so(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else what another run compiled is found
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
+    )  # else what another run compiled is found
     torch.compiler.reset()
     with torch._inductor.config.patch(fx_graph_cache=False):
         compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
@@ -75,18 +81,32 @@ def test_evaluation_is_eager():
 
 def test_a_run_records_how_it_was_compiled(runs, monkeypatch):
     monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: loss_fn)
-    small = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 2, "lr_warmup_steps": 0}
+    small = {
+        "seq_len": 32,
+        "micro_batch_size": 2,
+        "tokens_per_step": 64,
+        "steps": 2,
+        "lr_warmup_steps": 0,
+    }
     record = lab.run_experiment(lab.load_config("fp32", **small, compile="default"), progress=False)
     assert record.environment["torch.compile"] == "default"
     assert record.memory.method.endswith("not compiled")
-    assert "torch.compile" not in lab.run_experiment(lab.load_config("fp32", **small), progress=False).environment
+    assert (
+        "torch.compile"
+        not in lab.run_experiment(lab.load_config("fp32", **small), progress=False).environment
+    )
 
 
 def test_cuda_graphs_are_left_out_where_gradients_accumulate():
     cuda = torch.device("cuda")
     assert CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda).mode == "reduce-overhead"
-    assert CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda, accumulates=True).mode == "default"
-    assert CompiledLoss(lab.lm_loss_sum, "max-autotune", cuda, True).mode == "max-autotune-no-cudagraphs"
+    assert (
+        CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda, accumulates=True).mode == "default"
+    )
+    assert (
+        CompiledLoss(lab.lm_loss_sum, "max-autotune", cuda, True).mode
+        == "max-autotune-no-cudagraphs"
+    )
 
 
 def test_two_known_warnings_are_silent_and_no_others():
@@ -107,7 +127,9 @@ def test_two_known_warnings_are_silent_and_no_others():
     assert seen == ["another"] and [str(w.message) for w in raised] == ["another"]
 
 
-@pytest.mark.parametrize(("text", "module"), [(compiling.FEW_SMS, "utils"), (compiling.TF32_IS_OFF, "compile_fx")])
+@pytest.mark.parametrize(
+    ("text", "module"), [(compiling.FEW_SMS, "utils"), (compiling.TF32_IS_OFF, "compile_fx")]
+)
 def test_torch_still_says_what_is_silenced(text, module):
     """If its text changes, it is seen again."""
     source = Path(torch.__file__).parent / "_inductor" / f"{module}.py"

@@ -44,7 +44,10 @@ def test_shipped_config_is_valid_on_both_devices(name, write):
 
 
 def test_precision_configs_differ_only_in_marked_lines():
-    texts = {name: committed(f"configs/{name}_config.yaml").splitlines() for name in ("fp32", "tf32", "fp16", "bf16")}
+    texts = {
+        name: committed(f"configs/{name}_config.yaml").splitlines()
+        for name in ("fp32", "tf32", "fp16", "bf16")
+    }
     for name, lines in texts.items():
         body = [line for line in lines if not line.startswith("#")]
         baseline = [line for line in texts["fp32"] if not line.startswith("#")]
@@ -56,7 +59,9 @@ def test_precision_configs_differ_only_in_marked_lines():
 
 @pytest.mark.parametrize("name", ["optimized", "accumulation", "checkpointing"])
 def test_other_configs_mark_what_differs_from_fp32(name):
-    body = [x for x in committed(f"configs/{name}_config.yaml").splitlines() if not x.startswith("#")]
+    body = [
+        x for x in committed(f"configs/{name}_config.yaml").splitlines() if not x.startswith("#")
+    ]
     baseline = [line for line in GOOD.splitlines() if not line.startswith("#")]
     assert all("[*]" in line or "precision: fp32" in line for line in body if line not in baseline)
 
@@ -82,17 +87,37 @@ def test_other_configs_mark_what_differs_from_fp32(name):
         ("when_cpu:", "when_gpu:", True, "unknown key `when_gpu`. Did you mean `when_cpu`?"),
         ("weights: random", "weights: pretrained", True, "on a CPU, with what `when_cpu` sets"),
         ("steps: 60", "steps: [60]", True, "`steps`: expected one value, not a list"),
-        ("use_cache: false", "use_cache: no", True, "`use_cache`: expected true or false, got 'no'"),
+        (
+            "use_cache: false",
+            "use_cache: no",
+            True,
+            "`use_cache`: expected true or false, got 'no'",
+        ),
         ("precision: fp32", "precision: pf32", True, "'pf32' is not one of fp32, tf32"),
         ("precision: fp32", "precision: fp3", True, "Did you mean `fp32`?"),
         ("model: gpt2 ", "model: gpt2-mediun ", True, "Did you mean `gpt2-medium`?"),
         ("tokens_per_step: 4096", "tokens_per_step: 5000", True, "nearest: 4096 or 6144"),
         ("tokens_per_step: 4096", "tokens_per_step: 100", True, "nearest: 2048"),
-        ("lr_warmup_steps: 5", "lr_warmup_steps: 61", True, "61 warm-up steps in a run of 60 steps"),
-        ("gradient_checkpointing: none", "gradient_checkpointing: every_5", True, "Did you mean `every_4`?"),
+        (
+            "lr_warmup_steps: 5",
+            "lr_warmup_steps: 61",
+            True,
+            "61 warm-up steps in a run of 60 steps",
+        ),
+        (
+            "gradient_checkpointing: none",
+            "gradient_checkpointing: every_5",
+            True,
+            "Did you mean `every_4`?",
+        ),
         ("seed: 0 ", "overrides: 1\nseed: 0 ", True, "unknown key `overrides`"),
         ("seed: 0 ", "", False, "missing key `seed`"),
-        ("  model: gpt2-nano", "  modle: gpt2-nano", True, "unknown key `modle`. Did you mean `model`?"),
+        (
+            "  model: gpt2-nano",
+            "  modle: gpt2-nano",
+            True,
+            "unknown key `modle`. Did you mean `model`?",
+        ),
         ("  model: gpt2-nano", "  name: other", True, "`name` cannot stand under `when_cpu`"),
         ("  tokens_per_step: 512", "  tokens_per_step: 500", True, "nearest: 512"),
         ("  steps: 60", "  steps: -1", True, "got -1"),
@@ -111,10 +136,17 @@ def test_mistake_is_reported_where_it_stands(write, old, new, line, expected):
 
 
 def test_all_mistakes_are_reported_at_once(write):
-    text = changed("steps: 60", "steps: x").replace("seed: 0 ", "sede: 0 ").replace("dropout: 0.1", "dropout: 2.0")
+    text = (
+        changed("steps: 60", "steps: x")
+        .replace("seed: 0 ", "sede: 0 ")
+        .replace("dropout: 0.1", "dropout: 2.0")
+    )
     errors = "\n".join(errors_of(write(text)))
     assert all(key in errors for key in ("`steps`", "`sede`", "`seed`", "`dropout`"))
-    text = changed("steps: 60", "steps: x").replace("tokens_per_step: 4096", "tokens_per_step: 5000") + "seed: 1\n"
+    text = (
+        changed("steps: 60", "steps: x").replace("tokens_per_step: 4096", "tokens_per_step: 5000")
+        + "seed: 1\n"
+    )
     lines = errors_of(write(text))
     assert [("`tokens" in line, "`steps`" in line, "twice" in line) for line in lines] == [
         (True, False, False),
@@ -128,7 +160,9 @@ def test_overridden_experiment_has_a_name_of_its_own(write):
     assert load_config(path, steps=7).name == "fp32+steps=7"
     assert load_config(path, steps=7).note == "fp32 with steps=7"
     assert load_config(path, steps=7, name="x").name == "x"
-    many = load_config(path, steps=7, seed=123456, dropout=0.25, learning_rate=1.25e-4, weight_decay=0.125)
+    many = load_config(
+        path, steps=7, seed=123456, dropout=0.25, learning_rate=1.25e-4, weight_decay=0.125
+    )
     assert many.name.startswith("fp32+") and len(many.name) <= 60
     assert many.name != load_config(path, **(many.overrides | {"steps": 8})).name
 
@@ -216,11 +250,15 @@ def test_bad_override_names_the_key(write):
 
 def test_override_is_judged_on_the_device_it_runs_on(write):
     path = write(GOOD)
-    config = load_config(path, micro_batch_size=8, seq_len=512)  # fits the GPU's 4096 tokens, not the CPU's 512
+    config = load_config(
+        path, micro_batch_size=8, seq_len=512
+    )  # fits the GPU's 4096 tokens, not the CPU's 512
     assert config.on("cuda").grad_accum_steps == 1
     with pytest.raises(ConfigError, match=r"on a CPU: `tokens_per_step`: 512 is not a multiple"):
         config.on("cpu")
-    assert load_config(path, micro_batch_size=3, tokens_per_step=384).on("cpu").grad_accum_steps == 1
+    assert (
+        load_config(path, micro_batch_size=3, tokens_per_step=384).on("cpu").grad_accum_steps == 1
+    )
     with pytest.raises(ConfigError, match="not a multiple"):
         load_config(path, micro_batch_size=3, tokens_per_step=385)
 
@@ -236,11 +274,16 @@ def test_override_corpus_is_relative_to_the_working_directory(write, tmp_path, m
     elsewhere.mkdir()
     (elsewhere / "mine.txt").write_text("text")
     monkeypatch.chdir(elsewhere)
-    assert load_config(write(GOOD), corpus="mine.txt").corpus == str((elsewhere / "mine.txt").resolve())
+    assert load_config(write(GOOD), corpus="mine.txt").corpus == str(
+        (elsewhere / "mine.txt").resolve()
+    )
 
 
 def test_line_and_column_are_those_of_an_editor(write):
-    assert errors_of(write(changed("seed: 0 ", "  # x\nseed: -1 ")))[0].split(":")[1:3] == ["7", "7"]
+    assert errors_of(write(changed("seed: 0 ", "  # x\nseed: -1 ")))[0].split(":")[1:3] == [
+        "7",
+        "7",
+    ]
 
 
 def test_config_cannot_be_changed(write):

@@ -1,4 +1,6 @@
-"""What CUDA kernels borrow from the allocator; the bytes were read off torch's CUDA allocator, without a card."""
+"""What CUDA kernels borrow from the allocator; the bytes were read off torch's CUDA allocator,
+without a card.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_other_sums_borrow_nothing():
 @pytest.mark.parametrize(("n", "n_bytes"), [(2048, 0), (4096, 13839360), (16384, 55363584)])
 def test_an_embeddings_gradient_is_summed_in_parts(n, n_bytes):
     ids = meta(1, n, dtype=torch.int64)
-    assert asked(aten.embedding_dense_backward.default, (meta(1, n, 768), ids, 50257, -1, False)) == [n_bytes]
+    assert asked(
+        aten.embedding_dense_backward.default, (meta(1, n, 768), ids, 50257, -1, False)
+    ) == [n_bytes]
 
 
 def test_attentions_backward_sums_in_float32():

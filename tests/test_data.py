@@ -28,7 +28,9 @@ def test_batches_are_packed_and_seeded():
     first, again, other = (list(islice(lab.batches(blocks, 4, seed), 3)) for seed in (0, 0, 1))
     assert first[0]["input_ids"].shape == (4, 32)
     assert first[0]["input_ids"].dtype == torch.int64
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True))
+    assert all(
+        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True)
+    )
     assert not torch.equal(first[0]["input_ids"], other[0]["input_ids"])
 
 

@@ -1,4 +1,7 @@
-"""The notebooks at other desks than ours: little memory, cells run again and again, paths in other scripts."""
+"""The notebooks at other desks than ours:
+
+Little memory, cells run again and again, paths in other scripts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ print(labutils.allocated_bytes(torch.device("cpu")))
 
 def kernel(notebook) -> NotebookClient:
     return NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(REPO)}}, allow_errors=True
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(REPO)}},
+        allow_errors=True,
     )
 
 
@@ -47,7 +54,9 @@ def failures(notebook) -> list[str]:
 def test_a_notebook_runs_to_its_end_where_memory_is_short(runs, name, mib):
     """On a GPU it is the card's free memory that counts; the same code decides by it."""
     if mib == 5 and name.startswith("02"):
-        pytest.skip("its runs are about learning: where nothing can be trained there is nothing to draw")
+        pytest.skip(
+            "its runs are about learning: where nothing can be trained there is nothing to draw"
+        )
     notebook = nbformat.read(REPO / name, as_version=4)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(SHORT.format(mib=mib)))
     kernel(notebook).execute()
@@ -63,7 +72,12 @@ def test_each_cell_twice_and_then_all_again_gives_no_error_and_holds_no_more_mem
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     again = [nbformat.from_dict(cell) for cell in cells for _ in range(2)]
     count = nbformat.v4.new_code_cell(COUNT)
-    rounds = [*again, nbformat.from_dict(count), *map(nbformat.from_dict, cells), nbformat.from_dict(count)]
+    rounds = [
+        *again,
+        nbformat.from_dict(count),
+        *map(nbformat.from_dict, cells),
+        nbformat.from_dict(count),
+    ]
     notebook.cells = rounds
     kernel(notebook).execute()
     assert failures(notebook) == []
@@ -74,24 +88,37 @@ def test_each_cell_twice_and_then_all_again_gives_no_error_and_holds_no_more_mem
 @slow
 def test_odd_paths_and_no_home_folder_work(tmp_path):
     course = tmp_path / "mit Leerzeichen" / "课程"
-    shutil.copytree(REPO / "labutils", course / "labutils", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPO / "labutils", course / "labutils", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copytree(REPO / "configs", course / "configs")
     text = course / "文本 eins.txt"
     text.write_text("Ein Text über vieles: 一二三四五。\n" * 3000, encoding="utf-8")
     notebook = nbformat.read(REPO / "01-Mixed_Precision.ipynb", as_version=4)
     notebook.cells = notebook.cells[:6]
     nbformat.write(notebook, course / "01 课.ipynb")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LABUTILS", "IPYTHON", "JUPYTER", "MPL"))}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("LABUTILS", "IPYTHON", "JUPYTER", "MPL"))
+    }
     environment |= {"HOME": "/dev/null/home", "PYTHONPATH": str(course)}
 
     def labutils(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "labutils", *arguments]
         return subprocess.run(command, cwd=course, env=environment, capture_output=True, text=True)
 
-    small = ["--set=steps=3", "--set=lr_warmup_steps=0", "--set=name=名", f"--set=corpus={text.name}"]
+    small = [
+        "--set=steps=3",
+        "--set=lr_warmup_steps=0",
+        "--set=name=名",
+        f"--set=corpus={text.name}",
+    ]
     for arguments in (["run", "fp32", *small], ["figures", "名"], ["labs", "01 课.ipynb"]):
         answer = labutils(*arguments)
         assert answer.returncode == 0, answer.stderr
-    made = [path.relative_to(course / "runs").as_posix() for path in Path(course / "runs").rglob("*")]
+    made = [
+        path.relative_to(course / "runs").as_posix() for path in Path(course / "runs").rglob("*")
+    ]
     assert any(name.startswith("名-") and name.endswith(".json") for name in made)
     assert {"01 课.html", "01 课.ipynb"} <= set(made)

@@ -17,13 +17,24 @@ NEW = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_120", "compute_120")
     [
         (GpuFacts(CARD, None, False), ("CPU build", "pip install")),
         (
-            GpuFacts(CARD, "13.0", False, "The NVIDIA driver on your system is too old (found 11040)"),
+            GpuFacts(
+                CARD, "13.0", False, "The NVIDIA driver on your system is too old (found 11040)"
+            ),
             ("too old", "update"),
         ),
         (GpuFacts(CARD, "13.0", False, "CUDA unknown error"), ("CUDA unknown error", "nvidia-smi")),
-        (GpuFacts(CARD, "13.0", True, capability=(6, 1), arch_list=NEW), ("6.1", "install a torch that supports")),
-        (GpuFacts(("Tesla V100",), "13.0", True, capability=(7, 0), arch_list=NEW), ("7.0", "Tesla V100")),
-        (GpuFacts(CARD, "13.0", True, capability=(8, 9), arch_list=NEW, free_gib=0.6), ("0.6 GiB free", "restart")),
+        (
+            GpuFacts(CARD, "13.0", True, capability=(6, 1), arch_list=NEW),
+            ("6.1", "install a torch that supports"),
+        ),
+        (
+            GpuFacts(("Tesla V100",), "13.0", True, capability=(7, 0), arch_list=NEW),
+            ("7.0", "Tesla V100"),
+        ),
+        (
+            GpuFacts(CARD, "13.0", True, capability=(8, 9), arch_list=NEW, free_gib=0.6),
+            ("0.6 GiB free", "restart"),
+        ),
     ],
 )
 def test_unusable_card_is_named_with_its_mend(facts, expected):
@@ -39,10 +50,14 @@ def test_unusable_card_is_named_with_its_mend(facts, expected):
         GpuFacts(CARD, "13.0", False, hidden=True),  # CUDA_VISIBLE_DEVICES= is a choice
         GpuFacts((), None, True, capability=(9, 4), arch_list=("gfx942",)),  # ROCm
         GpuFacts((), "13.0", False, "Found no NVIDIA driver"),
-        GpuFacts(CARD, "13.0", True, capability=(8, 9), arch_list=NEW, free_gib=3.4),  # sm_86 code runs on 8.9
+        GpuFacts(
+            CARD, "13.0", True, capability=(8, 9), arch_list=NEW, free_gib=3.4
+        ),  # sm_86 code runs on 8.9
         GpuFacts(CARD, "13.0", True, capability=(9, 0), arch_list=("sm_90",)),
         GpuFacts(CARD, "13.0", True, capability=(12, 1), arch_list=NEW),
-        GpuFacts(CARD, "12.8", True, capability=(12, 0), arch_list=("sm_80", "compute_90")),  # compiled from PTX
+        GpuFacts(
+            CARD, "12.8", True, capability=(12, 0), arch_list=("sm_80", "compute_90")
+        ),  # compiled from PTX
         GpuFacts(CARD, "13.0", True, capability=(9, 0), arch_list=("sm_90a", "sm_90")),
     ],
 )
@@ -51,7 +66,9 @@ def test_usable_card_or_none_is_no_problem(facts):
 
 
 def test_newer_minor_code_does_not_run_on_an_older_card():
-    assert "8.0" in diagnose(GpuFacts(CARD, "13.0", True, capability=(8, 0), arch_list=("sm_86", "sm_90")))
+    assert "8.0" in diagnose(
+        GpuFacts(CARD, "13.0", True, capability=(8, 0), arch_list=("sm_86", "sm_90"))
+    )
 
 
 def test_setup_warns_of_an_unusable_card_before_anything_trains(monkeypatch, capsys):

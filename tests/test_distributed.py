@@ -12,20 +12,37 @@ import labutils as lab
 from labutils.training.records import find_runs
 from tests.helpers import REPO, slow
 
-SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 512, "steps": 4, "lr_warmup_steps": 0}
+SMALL = {
+    "seq_len": 32,
+    "micro_batch_size": 2,
+    "tokens_per_step": 512,
+    "steps": 4,
+    "lr_warmup_steps": 0,
+}
 
 
 def torchrun(n: int, *command: str) -> subprocess.CompletedProcess:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", *command]
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={n}",
+        *command,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    return subprocess.run(run, cwd=REPO, capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run(
+        run, cwd=REPO, capture_output=True, text=True, timeout=240, env=environment
+    )
 
 
 def overrides(**changes) -> list[str]:
     return [f"--set={key}={value}" for key, value in (SMALL | changes).items()]
 
 
-@pytest.mark.parametrize(("n", "changes"), [(2, {"loss_chunk_tokens": 16}), pytest.param(4, {}, marks=slow)])
+@pytest.mark.parametrize(
+    ("n", "changes"), [(2, {"loss_chunk_tokens": 16}), pytest.param(4, {}, marks=slow)]
+)
 def test_processes_together_train_like_one_with_the_same_global_batch(runs, n, changes):
     changes |= {"dropout": 0.0, "name": "together"}
     answer = torchrun(n, "-m", "labutils", "run", "fp32", *overrides(**changes))

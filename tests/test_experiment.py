@@ -18,7 +18,14 @@ from labutils.training.speed import UNTIMED_STEPS
 from labutils.workload.build import build_batches, build_experiment_model, build_optimizer
 from tests.helpers import CPU, slow
 
-TINY = {"name": "tiny", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "lr_warmup_steps": 1}
+TINY = {
+    "name": "tiny",
+    "steps": 3,
+    "seq_len": 16,
+    "micro_batch_size": 2,
+    "tokens_per_step": 64,
+    "lr_warmup_steps": 1,
+}
 
 
 def run(name="fp32", **changes):
@@ -42,20 +49,30 @@ def calls(monkeypatch, runs):
 
 
 def test_values_of_the_config_reach_training_and_measurement(calls):
-    values = {"init_scale": 512.0, "growth_interval": 7, "max_grad_norm": 0.5, "eval_every": 2, "dropout": 0.25}
+    values = {
+        "init_scale": 512.0,
+        "growth_interval": 7,
+        "max_grad_norm": 0.5,
+        "eval_every": 2,
+        "dropout": 0.25,
+    }
     values |= {"loss_chunk_tokens": 10, "gradient_checkpointing": "block"}
     run("fp16", **values, activation="gelu_tanh", seed=5, learning_rate=1e-3, lr_schedule="cosine")
     (model, _, loss_fn, optimizer), options = calls["train"]
     assert loss_fn.keywords == {"chunk_tokens": 10}
     assert model.transformer.h.policy == "block"
-    assert (model.config.resid_pdrop, model.config.attn_pdrop, model.config.embd_pdrop) == (0.25,) * 3
+    assert (model.config.resid_pdrop, model.config.attn_pdrop, model.config.embd_pdrop) == (
+        0.25,
+    ) * 3
     assert model.config.activation_function == "gelu_pytorch_tanh"
     assert options["precision_name"] == "fp16"
     assert (options["steps"], options["grad_accum_steps"], options["eval_every"]) == (3, 2, 2)
     assert options["max_grad_norm"] == 0.5
     assert options["scaler"].is_enabled()
     assert options["scaler"].get_growth_interval() == 7
-    assert options["learning_rate_at"](2) == learning_rate_at(2, lab.load_config("fp16", **TINY, learning_rate=1e-3))
+    assert options["learning_rate_at"](2) == learning_rate_at(
+        2, lab.load_config("fp16", **TINY, learning_rate=1e-3)
+    )
     assert optimizer.defaults["fused"]
     (_, micro_batches, _, _), options = calls["measure_step"]
     assert len(micro_batches) == 2
@@ -68,7 +85,9 @@ def test_values_of_the_config_reach_training_and_measurement(calls):
 def test_run_equals_the_loop_written_out(runs):
     """Accumulation, schedule, clipping, seed and data of a run, against ten lines by hand."""
     record = run(dropout=0.0, learning_rate=1e-2, max_grad_norm=0.3)
-    config = lab.load_config("fp32", **TINY, dropout=0.0, learning_rate=1e-2, max_grad_norm=0.3).on("cpu")
+    config = lab.load_config("fp32", **TINY, dropout=0.0, learning_rate=1e-2, max_grad_norm=0.3).on(
+        "cpu"
+    )
     stream, _, corpus, _ = build_batches(config)
     model = build_experiment_model(config, CPU)
     optimizer = build_optimizer(model, config)
@@ -90,8 +109,12 @@ def test_pure_bf16_has_bf16_weights_and_moments(calls):
     record = run("fp32", precision="pure_bf16")
     model, _, _, optimizer = calls["train"][0]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert record.memory.phases["forward"]["parameters"] == 2 * sum(p.numel() for p in model.parameters())
-    assert {t.dtype for s in optimizer.state.values() for k, t in s.items() if k != "step"} == {torch.bfloat16}
+    assert record.memory.phases["forward"]["parameters"] == 2 * sum(
+        p.numel() for p in model.parameters()
+    )
+    assert {t.dtype for s in optimizer.state.values() for k, t in s.items() if k != "step"} == {
+        torch.bfloat16
+    }
 
 
 def test_held_out_text_is_not_trained_on_and_does_not_depend_on_the_batch():
@@ -165,7 +188,9 @@ def test_running_out_of_memory_while_measuring_keeps_the_training(runs, monkeypa
     assert record.timing is not None
 
 
-SWITCHES = [  # beside the optimizers: whatever registers hooks, keeps tensors aside or replaces parts of the model
+# beside the optimizers: whatever registers hooks, keeps tensors aside or replaces parts of the
+# model
+SWITCHES = [
     *({"precision": name} for name in ("fp16", "bf16", "pure_bf16")),
     *({"gradient_checkpointing": policy} for policy in BLOCKS_PER_UNIT),
     *({"attention": kernel, "dropout": 0.0} for kernel in ("eager", "sdpa", "math", "flash")),
@@ -177,7 +202,10 @@ SWITCHES = [  # beside the optimizers: whatever registers hooks, keeps tensors a
     {"max_grad_norm": 1.0},
     pytest.param({"compile": "default"}, marks=slow),
 ]
-ALONE = {"tokens_per_step": 32, "max_grad_norm": 0.0}  # one micro-batch, no clipping: a step in backward allows it
+ALONE = {
+    "tokens_per_step": 32,
+    "max_grad_norm": 0.0,
+}  # one micro-batch, no clipping: a step in backward allows it
 LEAN = {"gradient_checkpointing": "block", "loss_chunk_tokens": 8, "optimizer_in_backward": True}
 OPTIMIZERS = [
     {"optimizer": name, "optimizer_in_backward": inside}

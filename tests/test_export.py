@@ -20,28 +20,39 @@ from labutils.tools.cli import main
 from labutils.tools.export import script
 from tests.helpers import CPU, REPO, fill_hub_cache, slow
 
-SHIPPED = sorted(path.name.removesuffix("_config.yaml") for path in (REPO / "configs").glob("*_config.yaml"))
+SHIPPED = sorted(
+    path.name.removesuffix("_config.yaml") for path in (REPO / "configs").glob("*_config.yaml")
+)
 SMALL = {"name": "small", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "lr_warmup_steps": 1}
 
 
 def small(config_name, **overrides):
-    """A config as it runs on a CPU, of a few small steps, which still accumulate and go in chunks if they did."""
+    """A config as it runs on a CPU, of a few small steps, which still accumulate and go in chunks
+    if they did.
+    """
     on_cpu = load_config(config_name).on("cpu")
     tokens = 32 * min(2, on_cpu.grad_accum_steps)
-    sizes = SMALL | {"tokens_per_step": tokens, "loss_chunk_tokens": 12 if on_cpu.loss_chunk_tokens else 0}
+    sizes = SMALL | {
+        "tokens_per_step": tokens,
+        "loss_chunk_tokens": 12 if on_cpu.loss_chunk_tokens else 0,
+    }
     return load_config(config_name, **(sizes | overrides))
 
 
 @pytest.fixture(scope="session")
 def own_text(tmp_path_factory):
-    """A text whose tokenizer takes no time to train, in a file whose name has what source code treats specially."""
+    """A text whose tokenizer takes no time to train, in a file whose name has what source code
+    treats specially.
+    """
     path = tmp_path_factory.mktemp("text") / "it's “mine” $name.txt"
     path.write_text(" ".join(f"the {i * i}th word" for i in range(500)), encoding="utf-8")
     return {"corpus": str(path)}
 
 
 def losses_of_both(config, folder, monkeypatch, capsys):
-    """Run a config by labutils and as a script; return both lists of losses and both held-out losses."""
+    """Run a config by labutils and as a script; return both lists of losses and both held-out
+    losses.
+    """
     record = lab.run_experiment(config, where=CPU, rerun=True, progress=False)
     assert record.outcome == "completed"
     path = folder / "train.py"
@@ -54,14 +65,20 @@ def losses_of_both(config, folder, monkeypatch, capsys):
 
 
 def assert_equal_losses(config, folder, monkeypatch, capsys):
-    recorded, exported, held_out, exported_held_out = losses_of_both(config, folder, monkeypatch, capsys)
+    recorded, exported, held_out, exported_held_out = losses_of_both(
+        config, folder, monkeypatch, capsys
+    )
     assert exported == recorded  # bit for bit: the same operations in the same order
     assert exported_held_out == pytest.approx(held_out, abs=6e-5)  # printed with four digits
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name != "tf32"])
-def test_script_of_a_shipped_config_has_its_losses(name, own_text, runs, tmp_path, monkeypatch, capsys):
-    assert_equal_losses(small(name, **({} if name == "fp32" else own_text)), tmp_path, monkeypatch, capsys)
+def test_script_of_a_shipped_config_has_its_losses(
+    name, own_text, runs, tmp_path, monkeypatch, capsys
+):
+    assert_equal_losses(
+        small(name, **({} if name == "fp32" else own_text)), tmp_path, monkeypatch, capsys
+    )
 
 
 def test_tf32_is_refused_for_a_cpu_as_when_run():
@@ -72,7 +89,12 @@ def test_tf32_is_refused_for_a_cpu_as_when_run():
 SWITCHES = {
     "every_3": {"gradient_checkpointing": "every_3"},
     "selective": {"gradient_checkpointing": "selective", "dropout": 0.0},
-    "sgd": {"optimizer": "sgd", "max_grad_norm": 0.0, "lr_schedule": "constant", "lr_warmup_steps": 0},
+    "sgd": {
+        "optimizer": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_schedule": "constant",
+        "lr_warmup_steps": 0,
+    },
     "chunks": {"loss_chunk_tokens": 10, "tokens_per_step": 96, "weight_decay": 0.3},
     "in_backward": {"optimizer_in_backward": True, "max_grad_norm": 0.0, "optimizer": "adamw_bf16"},
 }
@@ -87,7 +109,11 @@ MORE_SWITCHES = {
     "pure_bf16": {"precision": "pure_bf16", "optimizer_impl": "for_loop"},
     "pure_bf16 with bf16 moments": {"precision": "pure_bf16", "optimizer": "adamw_bf16"},
     "fp16 that skips steps": {"precision": "fp16", "init_scale": 1e12, "steps": 4},
-    "fp16 that skips steps of small moments": {"precision": "fp16", "init_scale": 1e9, "optimizer": "adamw_8bit"},
+    "fp16 that skips steps of small moments": {
+        "precision": "fp16",
+        "init_scale": 1e9,
+        "optimizer": "adamw_8bit",
+    },
     "fp16 in chunks": {"precision": "fp16", "loss_chunk_tokens": 12, "max_grad_norm": 0.0},
     "bf16 in chunks": {"precision": "bf16", "loss_chunk_tokens": 12},
     "16bit": {"precision": "16bit"},
@@ -97,7 +123,12 @@ MORE_SWITCHES = {
     "sdpa": {"attention": "sdpa", "seed": 3},
     "math": {"attention": "math", "gradient_checkpointing": "block", "loss_chunk_tokens": 12},
     "flash": {"attention": "flash", "dropout": 0.0},
-    "long sequences": {"seq_len": 1040, "tokens_per_step": 1040, "micro_batch_size": 1, "corpus": "stdlib"},
+    "long sequences": {
+        "seq_len": 1040,
+        "tokens_per_step": 1040,
+        "micro_batch_size": 1,
+        "corpus": "stdlib",
+    },
     "all warm-up": {"lr_warmup_steps": 3},
     "cosine from the start": {"lr_warmup_steps": 0},
     "evaluation on the way": {"eval_every": 2},
@@ -141,7 +172,9 @@ def test_long_runs_read_the_same_library(runs, tmp_path, monkeypatch, capsys):
 
 
 @slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler here")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler here"
+)
 def test_compiled_losses_agree(runs, tmp_path, monkeypatch, capsys):
     config = small("optimized", compile="default")
     recorded, exported, *_ = losses_of_both(config, tmp_path, monkeypatch, capsys)
@@ -155,7 +188,11 @@ def test_scripts_of_shipped_configs_are_short_clean_and_alone(device_type, tmp_p
         text = script(load_config(name), device_type)
         lines, width = len(text.splitlines()), max(map(len, text.splitlines()))
         assert lines <= 150 and width <= 120, f"{name}: {lines} lines, {width} columns"
-        imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        imported = [
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
         modules = {alias.name for node in imported for alias in node.names} | {
             getattr(node, "module", "") for node in imported
         }
@@ -165,11 +202,15 @@ def test_scripts_of_shipped_configs_are_short_clean_and_alone(device_type, tmp_p
     for switches in ({}, *SWITCHES.values(), *MORE_SWITCHES.values()):
         if (switches.get("attention"), device_type) != ("flash", "cuda"):
             text = script(small("fp32", **switches), device_type)
-            (tmp_path / f"switch_{len(list(tmp_path.iterdir()))}.py").write_text(text, encoding="utf-8")
+            (tmp_path / f"switch_{len(list(tmp_path.iterdir()))}.py").write_text(
+                text, encoding="utf-8"
+            )
     config = ["--config", str(REPO / "pyproject.toml")]
     for command in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
         answer = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, *config, str(tmp_path)], capture_output=True, text=True
+            [sys.executable, "-m", "ruff", *command, *config, str(tmp_path)],
+            capture_output=True,
+            text=True,
         )
         assert answer.returncode == 0, answer.stdout
 
@@ -181,7 +222,13 @@ def test_script_has_only_what_its_config_uses():
         "bf16": ["autocast"],
         "tf32": ["fp32_precision"],
     }
-    words["xl"] = ["checkpoint", "ChunkedLoss", "int8", "register_post_accumulate_grad_hook", "memory_fraction"]
+    words["xl"] = [
+        "checkpoint",
+        "ChunkedLoss",
+        "int8",
+        "register_post_accumulate_grad_hook",
+        "memory_fraction",
+    ]
     words["optimized"] = ["autocast", "ChunkedLoss", "torch.compile", "AttentionInterface"]
     for name, expected in words.items():
         text = script(load_config(name), "cuda")
@@ -196,10 +243,18 @@ def test_script_runs_where_labutils_is_not(own_text, runs, tmp_path):
     (tmp_path / "labutils.py").write_text(
         "raise ImportError('no labutils here')"
     )  # found first: the script's folder is
-    set_by_labutils = ("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_TELEMETRY")
+    set_by_labutils = (
+        "TRANSFORMERS_VERBOSITY",
+        "TOKENIZERS_PARALLELISM",
+        "HF_HUB_DISABLE_TELEMETRY",
+    )
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", *set_by_labutils)}
     answer = subprocess.run(
-        [sys.executable, "train.py", "losses.json"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "train.py", "losses.json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert answer.returncode == 0, answer.stderr
     assert answer.stderr == ""
@@ -208,7 +263,9 @@ def test_script_runs_where_labutils_is_not(own_text, runs, tmp_path):
 
 
 def test_a_note_cannot_break_out_of_the_docstring():
-    text = script(small("fp32", note='"""\nimport os\\N{x}\x00 $imports math. #? \u2028 end'), "cpu")
+    text = script(
+        small("fp32", note='"""\nimport os\\N{x}\x00 $imports math. #? \u2028 end'), "cpu"
+    )
     docstring = ast.get_docstring(ast.parse(text))
     assert "import os" in docstring and "end" in docstring
 
@@ -244,7 +301,9 @@ def test_export_never_overwrites(tmp_path, capsys):
         (["fp32", "train.py", "--set", "steps=0"], "`steps`"),
     ],
 )
-def test_what_cannot_be_exported_is_said_and_leaves_no_file(arguments, message, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_exported_is_said_and_leaves_no_file(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert main(["export", *arguments]) == 1
     assert message in capsys.readouterr().err
@@ -264,21 +323,29 @@ def test_pretrained_weights_give_the_same_losses(tmp_path):
         "assert runpy.run_path(str(path))['losses'].tolist() == record.series.loss"
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO
+    )
     assert answer.returncode == 0, answer.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHIPPED)
-def test_script_for_a_gpu_has_the_losses_of_a_run_there(name, own_text, runs, tmp_path, monkeypatch):
+def test_script_for_a_gpu_has_the_losses_of_a_run_there(
+    name, own_text, runs, tmp_path, monkeypatch
+):
     tokens = 32 if load_config(name).optimizer_in_backward else 64
-    config = load_config(name, **SMALL, **own_text, model="gpt2-nano", tokens_per_step=tokens, memory_limit_gib=0.0)
+    config = load_config(
+        name, **SMALL, **own_text, model="gpt2-nano", tokens_per_step=tokens, memory_limit_gib=0.0
+    )
     record = lab.run_experiment(config, where=torch.device("cuda"), rerun=True, progress=False)
     path = tmp_path / "train.py"
     path.write_text(script(config, "cuda"), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", [str(path)])
     exported = runpy.run_path(str(path))["losses"].tolist()
-    assert exported == pytest.approx(record.series.loss, rel=2e-3)  # some kernels add up in no fixed order
+    assert exported == pytest.approx(
+        record.series.loss, rel=2e-3
+    )  # some kernels add up in no fixed order
 
 
 def test_no_gpu_is_needed_to_write_for_one():

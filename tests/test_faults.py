@@ -26,7 +26,13 @@ from tests.helpers import REPO, committed, slow
 
 resource = pytest.importorskip("resource")  # not on Windows
 
-SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 5, "lr_warmup_steps": 0}
+SMALL = {
+    "seq_len": 32,
+    "micro_batch_size": 2,
+    "tokens_per_step": 64,
+    "steps": 5,
+    "lr_warmup_steps": 0,
+}
 FP32 = committed("configs/fp32_config.yaml")
 
 
@@ -35,7 +41,9 @@ FP32 = committed("configs/fp32_config.yaml")
 
 def train_once(folder: str, repeat: int) -> None:
     os.environ["LABUTILS_RUNS"] = folder
-    lab.run_experiment(lab.load_config("fp32", **SMALL, name="victim"), repeat=repeat, progress=False)
+    lab.run_experiment(
+        lab.load_config("fp32", **SMALL, name="victim"), repeat=repeat, progress=False
+    )
 
 
 @slow
@@ -73,10 +81,22 @@ def _no_file_over_a_kib() -> None:
 
 
 def test_a_full_disk_is_noticed_before_training_and_nothing_is_left_behind(runs):
-    command = [sys.executable, "-m", "labutils", "run", "fp32", *(f"--set={k}={v}" for k, v in SMALL.items())]
-    answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True, preexec_fn=_no_file_over_a_kib)
+    command = [
+        sys.executable,
+        "-m",
+        "labutils",
+        "run",
+        "fp32",
+        *(f"--set={k}={v}" for k, v in SMALL.items()),
+    ]
+    answer = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, preexec_fn=_no_file_over_a_kib
+    )
     assert answer.returncode == 1
-    assert "File too large" in answer.stderr.strip().splitlines()[-1] and "Traceback" not in answer.stderr
+    assert (
+        "File too large" in answer.stderr.strip().splitlines()[-1]
+        and "Traceback" not in answer.stderr
+    )
     assert "step" not in answer.stdout
     assert [path for path in runs.rglob("*") if path.is_file()] == []
 
@@ -110,9 +130,36 @@ VALUES = st.one_of(
     st.integers().map(str),
     st.floats().map(str),
     st.sampled_from(
-        ["[1, 2]", "{a: 1}", "&a 1", "*a", "!!python/object/apply:os.system ['true']", "|", ">", "null", "~", "yes"]
+        [
+            "[1, 2]",
+            "{a: 1}",
+            "&a 1",
+            "*a",
+            "!!python/object/apply:os.system ['true']",
+            "|",
+            ">",
+            "null",
+            "~",
+            "yes",
+        ]
     ),
-    st.sampled_from(["0x10", "1e999", "-1", ".nan", "'", '"', "\t1", "9" * 400, "2001-01-01", "1:2", "@", "`", "%"]),
+    st.sampled_from(
+        [
+            "0x10",
+            "1e999",
+            "-1",
+            ".nan",
+            "'",
+            '"',
+            "\t1",
+            "9" * 400,
+            "2001-01-01",
+            "1:2",
+            "@",
+            "`",
+            "%",
+        ]
+    ),
 )
 
 
@@ -122,7 +169,11 @@ def mutated(draw) -> bytes:
     lines = FP32.splitlines()
     for _ in range(draw(st.integers(1, 4))):
         i = draw(st.integers(0, len(lines) - 1))
-        how = draw(st.sampled_from(["value", "value", "value", "lose", "double", "move", "indent", "invent"]))
+        how = draw(
+            st.sampled_from(
+                ["value", "value", "value", "lose", "double", "move", "indent", "invent"]
+            )
+        )
         if how == "value":
             lines[i] = f"{lines[i].partition(':')[0]}: {draw(VALUES)}"
         elif how == "lose" and len(lines) > 1:
@@ -135,7 +186,9 @@ def mutated(draw) -> bytes:
             lines[i] = draw(st.sampled_from([" ", "\t", "  - ", "---\n"])) + lines[i]
         else:
             lines.insert(i, draw(st.text(max_size=40)))
-    return "\n".join(lines).encode("utf-8", errors=draw(st.sampled_from(["surrogatepass", "replace"])))
+    return "\n".join(lines).encode(
+        "utf-8", errors=draw(st.sampled_from(["surrogatepass", "replace"]))
+    )
 
 
 def _laughs(depth: int) -> bytes:
@@ -145,7 +198,9 @@ def _laughs(depth: int) -> bytes:
 
 
 def judged(path, content: bytes) -> None:
-    """Load a file: a Config, or an error each of whose lines names the file; quickly and in little memory."""
+    """Load a file: a Config, or an error each of whose lines names the file; quickly and in little
+    memory.
+    """
     path.write_bytes(content)
     start = time.perf_counter()
     try:
@@ -191,7 +246,18 @@ def test_ten_thousand_files_are_configs_or_config_errors(tmp_path, content):
         FP32.replace("corpus: stdlib", "corpus: /dev/zero").encode(),
         FP32.replace("corpus: stdlib", "corpus: ' '").encode(),
     ],
-    ids=["laughs", "brackets", "braces", "dashes", "digits", "huge", "python tag", "utf-16", "device", "blank path"],
+    ids=[
+        "laughs",
+        "brackets",
+        "braces",
+        "dashes",
+        "digits",
+        "huge",
+        "python tag",
+        "utf-16",
+        "device",
+        "blank path",
+    ],
 )
 def test_hostile_files_cost_little_and_run_nothing(tmp_path, content):
     judged(tmp_path / "x.yaml", content)

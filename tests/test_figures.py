@@ -10,7 +10,13 @@ from labutils.tools import figures
 from labutils.tools.cli import main
 
 mpl.use("Agg")
-SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 6, "lr_warmup_steps": 1}
+SMALL = {
+    "seq_len": 32,
+    "micro_batch_size": 2,
+    "tokens_per_step": 64,
+    "steps": 6,
+    "lr_warmup_steps": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,13 @@ def record(tmp_path_factory):
 def test_every_figure_in_every_format_and_nothing_left_open(record, runs):
     before = plt.get_fignums()
     paths = figures.save_figures([record], ("svg", "pdf"))
-    assert {path.stem for path in paths} == {"step_times", "throughput", "losses", "peaks", "timeline_mine"}
+    assert {path.stem for path in paths} == {
+        "step_times",
+        "throughput",
+        "losses",
+        "peaks",
+        "timeline_mine",
+    }
     assert {path.suffix for path in paths} == {".svg", ".pdf"} and len(paths) == 10
     assert all(path.stat().st_size > 2000 and path.parent.parent == runs for path in paths)
     assert record.environment["device"] in next(p for p in paths if p.suffix == ".svg").read_text()
@@ -41,7 +53,21 @@ def test_text_on_slides_is_large(record):
 
 def test_from_the_command_line(record, runs, tmp_path, capsys):
     record.save()
-    assert main(["figures", "mine", "--format", "png,svg", "--style", "slides", "--to", str(tmp_path / "x")]) == 0
+    assert (
+        main(
+            [
+                "figures",
+                "mine",
+                "--format",
+                "png,svg",
+                "--style",
+                "slides",
+                "--to",
+                str(tmp_path / "x"),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "x" / "losses.svg").exists() and "losses.svg" in capsys.readouterr().out
     assert main(["figures", "mine", "--format", "docx"]) == 1
     assert "no such format: docx; there are: " in capsys.readouterr().err

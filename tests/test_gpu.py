@@ -37,7 +37,13 @@ from tests.helpers import REPO
 pytestmark = pytest.mark.gpu
 card = pytest.mark.gpu_card  # with the reason beside it; never on a test of memory
 CUDA = torch.device("cuda")
-SMALL = {"model": "gpt2-nano", "seq_len": 64, "micro_batch_size": 4, "tokens_per_step": 512, "steps": 12}
+SMALL = {
+    "model": "gpt2-nano",
+    "seq_len": 64,
+    "micro_batch_size": 4,
+    "tokens_per_step": 512,
+    "steps": 12,
+}
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "fp16", "bf16"])
@@ -57,7 +63,9 @@ def test_each_supported_precision_trains_on_cuda(name, runs):
 def test_losses_of_all_precisions_agree(runs):
     usable = [p for p in ("fp32", "tf32", "fp16", "bf16") if lab.support(p, CUDA).ok]
     series = {
-        p: lab.run_experiment(lab.load_config(p, **SMALL, dropout=0.0), where=CUDA, progress=False).series.loss
+        p: lab.run_experiment(
+            lab.load_config(p, **SMALL, dropout=0.0), where=CUDA, progress=False
+        ).series.loss
         for p in usable
     }
     for name, losses in series.items():
@@ -119,11 +127,15 @@ LEDGER_SHAPES = [
 
 @pytest.mark.parametrize(("model", "name", "block", "batch", "seq_len"), LEDGER_SHAPES)
 def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
-    """Within 0.5 % of `max_memory_allocated`; a row goes to the file LABUTILS_LEDGER, for the reference table."""
+    """Within 0.5 % of `max_memory_allocated`; a row goes to the file LABUTILS_LEDGER, for the
+    reference table.
+    """
     if not lab.support(name, CUDA).ok:
         pytest.skip(lab.support(name, CUDA).reason)
     shape = {"seq_len": seq_len, "micro_batch_size": batch, "tokens_per_step": batch * seq_len}
-    config = lab.load_config("fp32", model=model, precision=name, gradient_checkpointing=block, **shape)
+    config = lab.load_config(
+        "fp32", model=model, precision=name, gradient_checkpointing=block, **shape
+    )
     predicted = lab.predict_memory(config, "this")
     if lab.needed_gib(predicted) > card_named("this").memory_gib:
         pytest.skip("this card is too small for it")
@@ -146,17 +158,36 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
             max_grad_norm=config.max_grad_norm,
         )
     ratio = predicted.peak_bytes / measured.peak_bytes
-    row = [model, name, block, batch, seq_len, predicted.peak_bytes, measured.peak_bytes, predicted.peak_phase]
+    row = [
+        model,
+        name,
+        block,
+        batch,
+        seq_len,
+        predicted.peak_bytes,
+        measured.peak_bytes,
+        predicted.peak_phase,
+    ]
     with Path(os.environ.get("LABUTILS_LEDGER", runs_dir() / "ledger.csv")).open("a") as file:
-        print(*row, measured.peak_phase, torch.cuda.get_device_name(), torch.__version__, sep=",", file=file)
+        print(
+            *row,
+            measured.peak_phase,
+            torch.cuda.get_device_name(),
+            torch.__version__,
+            sep=",",
+            file=file,
+        )
     assert ratio == pytest.approx(1, abs=0.005)
     ours = {phase: sum(parts.values()) for phase, parts in predicted.phases.items()}
-    assert ours[measured.peak_phase] == pytest.approx(predicted.peak_bytes, rel=0.01)  # the same phase, or a tie
+    assert ours[measured.peak_phase] == pytest.approx(
+        predicted.peak_bytes, rel=0.01
+    )  # the same phase, or a tie
 
 
 @pytest.mark.parametrize("cap_mib", [0, 300])
 @pytest.mark.parametrize(
-    "conf", ["", "expandable_segments:True", "max_split_size_mb:64", "garbage_collection_threshold:0.6"]
+    "conf",
+    ["", "expandable_segments:True", "max_split_size_mb:64", "garbage_collection_threshold:0.6"],
 )
 def test_the_allocators_rules_are_torchs(conf, cap_mib):
     """In a process of its own: some settings cannot be taken back."""
@@ -169,15 +200,21 @@ def test_the_allocators_rules_are_torchs(conf, cap_mib):
     assert (cap_mib > 0) == ("0 refused" not in answer.stdout), answer.stdout
 
 
-@pytest.mark.parametrize("changes", [{}, BLOCK | {"seq_len": 1024}, LEAN | BLOCK | CHUNKS | {"seq_len": 1024}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, BLOCK | {"seq_len": 1024}, LEAN | BLOCK | CHUNKS | {"seq_len": 1024}], ids=str
+)
 @pytest.mark.parametrize("expandable", [False, True])
 def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
-    """Three steps from an empty allocator; then under the smallest cap, and under one that is too small."""
+    """Three steps from an empty allocator; then under the smallest cap, and under one that is too
+    small.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     lab.free_memory()
     if torch.cuda.memory_reserved():
         pytest.skip("something is alive on this card")
-    config = lab.load_config("fp32", **{"micro_batch_size": 1, "tokens_per_step": 1024} | changes).on("cuda")
+    config = lab.load_config(
+        "fp32", **{"micro_batch_size": 1, "tokens_per_step": 1024} | changes
+    ).on("cuda")
     config = config.model_copy(update={"expandable_segments": expandable})
     found = Sweep(config, "this").at(1)
     ours = found.with_expandable if expandable else found.with_default
@@ -209,9 +246,11 @@ def test_free_memory_resets_the_peak_after_the_garbage_is_gone():
 
 
 def test_no_host_synchronisation_per_step(monkeypatch):
-    """Pinned batches go over without a wait; targets are counted before they do; nothing is read back.
+    """Pinned batches go over without a wait; targets are counted before they do; nothing is read
+    back.
 
-    But for the losses once a second, which are meant to be: however long these steps take, that second is not over.
+    But for the losses once a second, which are meant to be: however long these steps take, that
+    second is not over.
     """
     monkeypatch.setattr(StepLog, "due", lambda self: False)
     model = lab.build_model().to(CUDA)
@@ -226,8 +265,11 @@ def test_no_host_synchronisation_per_step(monkeypatch):
             yield {key: value.pin_memory() for key, value in batch.items()}
         torch.cuda.set_sync_debug_mode("default")
 
-    try:  # one step more than there are batches, so that the guard is lifted before the losses are read
-        record = lab.train(model, guarded(), lab.lm_loss_sum, optimizer, steps=7, max_grad_norm=1.0, progress=False)
+    # one step more than there are batches, so that the guard is lifted before the losses are read
+    try:
+        record = lab.train(
+            model, guarded(), lab.lm_loss_sum, optimizer, steps=7, max_grad_norm=1.0, progress=False
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(record.series.loss) == 6
@@ -238,7 +280,9 @@ def test_out_of_memory_is_an_outcome_and_memory_comes_back(runs):
     before = torch.cuda.memory_allocated()
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
-        config = lab.load_config("fp32", micro_batch_size=64, tokens_per_step=32768, steps=2, lr_warmup_steps=0)
+        config = lab.load_config(
+            "fp32", micro_batch_size=64, tokens_per_step=32768, steps=2, lr_warmup_steps=0
+        )
         record = lab.run_experiment(config, where=CUDA, progress=False)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -248,7 +292,9 @@ def test_out_of_memory_is_an_outcome_and_memory_comes_back(runs):
 
 
 def test_running_out_of_memory_says_nothing_on_stderr():
-    """With labutils imported before torch, as in the notebooks; torch's C++ code would log two lines."""
+    """With labutils imported before torch, as in the notebooks; torch's C++ code would log two
+    lines.
+    """
     body = """
 import labutils as lab
 import torch
@@ -257,7 +303,9 @@ try:
 except torch.OutOfMemoryError:
     print("out of memory")
 """
-    answer = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, cwd=REPO, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", body], capture_output=True, text=True, cwd=REPO, check=False
+    )
     assert (answer.stdout, answer.stderr) == ("out of memory\n", "")
 
 
@@ -275,13 +323,17 @@ def test_peak_rate_names_its_source():
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
-    """Bit for bit with deterministic algorithms and math attention; the fused kernels within two plain runs' spread."""
+    """Bit for bit with deterministic algorithms and math attention; the fused kernels within two
+    plain runs' spread.
+    """
     if not lab.support(name, CUDA).ok:
         pytest.skip(lab.support(name, CUDA).reason)
     ids = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0)).to(CUDA)
 
     def gradient(policy: str, attention: str) -> torch.Tensor:
-        model = lab.build_model(dropout=dropout, attention=attention, gradient_checkpointing=policy).to(CUDA)
+        model = lab.build_model(
+            dropout=dropout, attention=attention, gradient_checkpointing=policy
+        ).to(CUDA)
         torch.manual_seed(1)
         with lab.autocast(name, CUDA):
             loss = lab.lm_loss_sum(model, {"input_ids": ids, "labels": ids})
@@ -305,10 +357,15 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
     eager, compiled = (
-        lab.run_experiment(lab.load_config("optimized", **SMALL, compile=how), where=CUDA, progress=False)
+        lab.run_experiment(
+            lab.load_config("optimized", **SMALL, compile=how), where=CUDA, progress=False
+        )
         for how in ("off", mode)
     )
-    without_graphs = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # it accumulates
+    without_graphs = {
+        "reduce-overhead": "default",
+        "max-autotune": "max-autotune-no-cudagraphs",
+    }  # it accumulates
     assert compiled.environment["torch.compile"] == without_graphs.get(mode, mode)
     assert compiled.series.loss == pytest.approx(eager.series.loss, rel=0.01)
 
@@ -324,7 +381,11 @@ def test_batches_go_through_pinned_memory():
 
 @card  # a bench of speed, one of its arms compiled
 def test_quick_bench_on_cuda(runs, capsys):
-    small = [f"--set={key}={value}" for key, value in SMALL.items() if key not in ("steps", "tokens_per_step")]
+    small = [
+        f"--set={key}={value}"
+        for key, value in SMALL.items()
+        if key not in ("steps", "tokens_per_step")
+    ]
     assert main(["bench", "--quick", "--arms", "source", "plain_compiled", *small]) == 0
     printed = capsys.readouterr().out
     assert "not run" not in printed, printed
@@ -352,7 +413,9 @@ def test_lean_optimizers_train_as_the_ledger_says(runs, name):
         pytest.skip(lab.support(config.precision, CUDA).reason)
     record = lab.run_experiment(config, where=CUDA, progress=False)
     assert record.series.loss[-1] < record.series.loss[0]
-    assert record.memory.peak_bytes == pytest.approx(lab.predict_memory(config, "this").peak_bytes, rel=0.02)
+    assert record.memory.peak_bytes == pytest.approx(
+        lab.predict_memory(config, "this").peak_bytes, rel=0.02
+    )
 
 
 def test_xl_stays_under_its_limit(runs):
@@ -360,7 +423,9 @@ def test_xl_stays_under_its_limit(runs):
         pytest.skip("less than 8 GiB are free")
     if not lab.support("pure_bf16", CUDA).ok:
         pytest.skip(lab.support("pure_bf16", CUDA).reason)
-    record = lab.run_experiment(lab.load_config("xl", steps=3, lr_warmup_steps=1), where=CUDA, progress=False)
+    record = lab.run_experiment(
+        lab.load_config("xl", steps=3, lr_warmup_steps=1), where=CUDA, progress=False
+    )
     assert record.outcome == "completed", record.reason
     assert record.memory.peak_bytes == pytest.approx(
         lab.predict_memory(lab.load_config("xl"), "this").peak_bytes, rel=0.02
@@ -408,8 +473,13 @@ def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch
     torch.cuda.manual_seed(99)
     continued = run(resume=True)
     assert continued.environment["resumed"] == "after step 4"
-    assert continued.series.loss == pytest.approx(whole.series.loss, rel=1e-3)  # kernels add up in no fixed order
-    assert continued.series.loss_scale == whole.series.loss_scale and len(continued.series.step_ms) == 8
+    assert continued.series.loss == pytest.approx(
+        whole.series.loss, rel=1e-3
+    )  # kernels add up in no fixed order
+    assert (
+        continued.series.loss_scale == whole.series.loss_scale
+        and len(continued.series.step_ms) == 8
+    )
 
 
 def test_where_the_driver_would_spill_the_allocator_is_capped(monkeypatch):
@@ -443,4 +513,7 @@ def test_notebooks_take_smaller_micro_batches_on_a_full_card(monkeypatch):
     monkeypatch.setattr(here, "free_bytes", lambda _: 3.2 * 2**30)
     monkeypatch.setattr(device, "_free_gib", lambda: 3.2)
     tight = lab.fitting("fp32")[0]
-    assert tight.micro_batch_size < plain.micro_batch_size and tight.tokens_per_step == plain.tokens_per_step
+    assert (
+        tight.micro_batch_size < plain.micro_batch_size
+        and tight.tokens_per_step == plain.tokens_per_step
+    )

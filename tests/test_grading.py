@@ -10,39 +10,75 @@ from tests.helpers import committed, slow
 
 SETUP = "import labutils as lab\nMIB = 2**20"
 SMI = "shown = {}\nlab.checks.nvidia_smi(3.0, 3.6, 0.5, shown)"
-BATCH = "points = {{2: 900, 6: 1700}}\nlargest = {}\nlab.checks.largest_batch(points, 4096, largest)"
+BATCH = (
+    "points = {{2: 900, 6: 1700}}\nlargest = {}\nlab.checks.largest_batch(points, 4096, largest)"
+)
 LEAK = "lab.checks.leak({})"
 
 
 def submission(folder, name: str, *cells: str) -> None:
     body = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}}
-    body["cells"] = [{"cell_type": "code", "source": cell, "metadata": {}, "outputs": []} for cell in cells]
+    body["cells"] = [
+        {"cell_type": "code", "source": cell, "metadata": {}, "outputs": []} for cell in cells
+    ]
     (folder / name).write_text(json.dumps(body))
 
 
 def verdicts(table, name: str) -> dict[str, str]:
-    return dict(zip(*(table[table.submission == name][key] for key in ("exercise", "verdict")), strict=True))
+    return dict(
+        zip(*(table[table.submission == name][key] for key in ("exercise", "verdict")), strict=True)
+    )
 
 
 def test_a_folder_of_all_kinds_of_notebooks_is_scored_to_the_end(tmp_path):
     submission(
-        tmp_path, "good.ipynb", SETUP, "%pip list", SMI.format(4198.4), LEAK.format("'running_mean'"), BATCH.format(17)
+        tmp_path,
+        "good.ipynb",
+        SETUP,
+        "%pip list",
+        SMI.format(4198.4),
+        LEAK.format("'running_mean'"),
+        BATCH.format(17),
     )
-    submission(tmp_path, "mixed.ipynb", BATCH.format(18), SETUP, "raise RuntimeError('not needed')", SMI.format(None))
     submission(
-        tmp_path, "twice.ipynb", SETUP, SMI.format(1), "exit()", SMI.format(4198.4), "def (", LEAK.format("1 / 0")
+        tmp_path,
+        "mixed.ipynb",
+        BATCH.format(18),
+        SETUP,
+        "raise RuntimeError('not needed')",
+        SMI.format(None),
+    )
+    submission(
+        tmp_path,
+        "twice.ipynb",
+        SETUP,
+        SMI.format(1),
+        "exit()",
+        SMI.format(4198.4),
+        "def (",
+        LEAK.format("1 / 0"),
     )
     (tmp_path / "damaged.ipynb").write_text("{")
     submission(tmp_path, "empty.ipynb")
     table = grade.grade_folder(tmp_path)
     all_three = {"nvidia_smi", "leak", "largest_batch"}
     assert verdicts(table, "good.ipynb") == dict.fromkeys(all_three, "right")
-    assert verdicts(table, "mixed.ipynb") == {"nvidia_smi": "open", "leak": "missing", "largest_batch": "failed"}
-    assert verdicts(table, "twice.ipynb") == {"nvidia_smi": "right", "leak": "failed", "largest_batch": "missing"}
+    assert verdicts(table, "mixed.ipynb") == {
+        "nvidia_smi": "open",
+        "leak": "missing",
+        "largest_batch": "failed",
+    }
+    assert verdicts(table, "twice.ipynb") == {
+        "nvidia_smi": "right",
+        "leak": "failed",
+        "largest_batch": "missing",
+    }
     reasons = {(row.submission, row.exercise): row.reason for row in table.itertuples()}
     assert "the last counts" in reasons["twice.ipynb", "nvidia_smi"]
     assert "ZeroDivisionError" in reasons["twice.ipynb", "leak"]
-    assert "NameError" in reasons["mixed.ipynb", "largest_batch"]  # its cell stands before the set-up
+    assert (
+        "NameError" in reasons["mixed.ipynb", "largest_batch"]
+    )  # its cell stands before the set-up
     assert "no notebook that can be read" in reasons["damaged.ipynb", ""]
     assert set(table[table.submission == "empty.ipynb"].verdict) == {"missing"}
 
@@ -51,14 +87,36 @@ def test_a_folder_of_all_kinds_of_notebooks_is_scored_to_the_end(tmp_path):
 def test_what_does_not_end_or_takes_all_memory_costs_one_exercise(tmp_path):
     hog, dies = "x = [bytearray(2**28) for _ in range(100)]", "import os\nos._exit(3)"
     never = "while True:\n    pass"
-    submission(tmp_path, "hog.ipynb", SETUP, SMI.format(4198.4), f"{hog}\n{LEAK.format(1)}", BATCH.format(17))
     submission(
-        tmp_path, "dies.ipynb", SETUP, f"{dies}\n{SMI.format(1)}", LEAK.format("'running_mean'"), BATCH.format(17)
+        tmp_path,
+        "hog.ipynb",
+        SETUP,
+        SMI.format(4198.4),
+        f"{hog}\n{LEAK.format(1)}",
+        BATCH.format(17),
+    )
+    submission(
+        tmp_path,
+        "dies.ipynb",
+        SETUP,
+        f"{dies}\n{SMI.format(1)}",
+        LEAK.format("'running_mean'"),
+        BATCH.format(17),
     )
     table = grade.grade_folder(tmp_path, memory_gib=3)
-    assert verdicts(table, "hog.ipynb") == {"nvidia_smi": "right", "leak": "failed", "largest_batch": "right"}
-    assert verdicts(table, "dies.ipynb") == {"nvidia_smi": "failed", "leak": "right", "largest_batch": "right"}
-    submission(tmp_path, "never.ipynb", SETUP, f"{never}\n{SMI.format(1)}", LEAK.format("'running_mean'"))
+    assert verdicts(table, "hog.ipynb") == {
+        "nvidia_smi": "right",
+        "leak": "failed",
+        "largest_batch": "right",
+    }
+    assert verdicts(table, "dies.ipynb") == {
+        "nvidia_smi": "failed",
+        "leak": "right",
+        "largest_batch": "right",
+    }
+    submission(
+        tmp_path, "never.ipynb", SETUP, f"{never}\n{SMI.format(1)}", LEAK.format("'running_mean'")
+    )
     scores = grade.grade(tmp_path / "never.ipynb", seconds=12)
     assert [score.verdict for score in scores] == ["failed", "right", "missing"]
     assert scores[0].reason == "not done after 12 s"
@@ -66,7 +124,14 @@ def test_what_does_not_end_or_takes_all_memory_costs_one_exercise(tmp_path):
 
 def test_a_cell_brings_what_it_needs_and_nothing_else():
     cells = ["import a", "b = 1", "c = {}", "c['x'] = b", "d = a.f(c)", "1 / 0", "print(d)"]
-    assert grade.needed_cells(cells, 6) == ["import a", "b = 1", "c = {}", "c['x'] = b", "d = a.f(c)", "print(d)"]
+    assert grade.needed_cells(cells, 6) == [
+        "import a",
+        "b = 1",
+        "c = {}",
+        "c['x'] = b",
+        "d = a.f(c)",
+        "print(d)",
+    ]
 
 
 @pytest.mark.parametrize("name", ["01-Mixed_Precision", "04-Memory_Profiling"])

@@ -1,4 +1,6 @@
-"""The house: which folder may import which, which file may ask the allocator, how long files and lines may be."""
+"""The house: which folder may import which, which file may ask the allocator, how long files and
+lines may be.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def floor_of(path: Path) -> str:
 
 
 def imports(path: Path) -> list[tuple[ast.AST, str, bool]]:
-    """Return (statement, module of ours, whether it stands in a function) for each import of the package's own."""
+    """Return (statement, module of ours, whether it stands in a function) for each import of the
+    package's own.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inside = set()
     for function in ast.walk(tree):
@@ -47,7 +51,11 @@ def imports(path: Path) -> list[tuple[ast.AST, str, bool]]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "labutils":
-            names = [node.module] if node.module != "labutils" else [f"labutils.{a.name}" for a in node.names]
+            names = (
+                [node.module]
+                if node.module != "labutils"
+                else [f"labutils.{a.name}" for a in node.names]
+            )
             found += [(node, name, id(node) in inside) for name in names]
     return found
 
@@ -60,10 +68,16 @@ def test_a_file_imports_from_its_own_floor_and_those_below(path):
     for node, module, _ in imports(path):
         floor = module.split(".")[1]
         if own == ALONE:
-            assert floor == ALONE, f"{path.name}:{node.lineno} imports {module}; checks import torch only"
+            assert floor == ALONE, (
+                f"{path.name}:{node.lineno} imports {module}; checks import torch only"
+            )
         else:
-            assert floor in FLOORS, f"{path.name}:{node.lineno} imports {module}, which is on no floor"
-            assert FLOORS.index(floor) <= FLOORS.index(own), f"{path.name}:{node.lineno} imports upwards: {module}"
+            assert floor in FLOORS, (
+                f"{path.name}:{node.lineno} imports {module}, which is on no floor"
+            )
+            assert FLOORS.index(floor) <= FLOORS.index(own), (
+                f"{path.name}:{node.lineno} imports upwards: {module}"
+            )
 
 
 @not_yet
@@ -92,7 +106,9 @@ def test_nothing_is_imported_inside_a_function():
 def test_no_circle():
     """With no late imports a circle would fail at once; this names it."""
     below: dict[str, set[str]] = {}
-    modules = {".".join(("labutils", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in FILES}
+    modules = {
+        ".".join(("labutils", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in FILES
+    }
     for name, path in modules.items():
         below[name] = set()
         for node, module, _ in imports(path):
@@ -103,7 +119,13 @@ def test_no_circle():
     assert not below, f"these import each other: {sorted(below)}"
 
 
-ALLOCATOR = "memory_allocated", "memory_reserved", "reset_peak_memory_stats", "memory_stats", "empty_cache"
+ALLOCATOR = (
+    "memory_allocated",
+    "memory_reserved",
+    "reset_peak_memory_stats",
+    "memory_stats",
+    "empty_cache",
+)
 
 
 def calls_of(names: tuple[str, ...]) -> set[str]:
@@ -179,4 +201,6 @@ def test_precisions_are_spelled_in_the_choices_only():
 
 def test_few_entries_in_the_package():
     entries = [p for p in PACKAGE.iterdir() if p.name != "__pycache__"]
-    assert len(entries) <= 19 and sum(p.is_dir() for p in entries) >= 8, sorted(p.name for p in entries)
+    assert len(entries) <= 19 and sum(p.is_dir() for p in entries) >= 8, sorted(
+        p.name for p in entries
+    )

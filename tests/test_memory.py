@@ -37,7 +37,9 @@ def step_report(model, batches, **options):
     model(x).sum().backward()
     optimizer.step()
     with without_onednn():
-        return lab.measure_step(model, batches, lambda m, b: m(b).sum(), optimizer, count_targets=len, **options)
+        return lab.measure_step(
+            model, batches, lambda m, b: m(b).sum(), optimizer, count_targets=len, **options
+        )
 
 
 def test_standing_bytes_are_exact():
@@ -46,10 +48,19 @@ def test_standing_bytes_are_exact():
     weights = 4 * 3 * WIDTH**2
     for phase in ("forward", "backward", "optimizer"):
         assert report.phases[phase][PARAMETERS] == weights
-        assert report.phases[phase][OPTIMIZER] == 2 * weights + 3 * 4  # two moments, and a step counter each
+        assert (
+            report.phases[phase][OPTIMIZER] == 2 * weights + 3 * 4
+        )  # two moments, and a step counter each
     assert report.phases["optimizer"][GRADIENTS] == weights
     assert report.phases["forward"][GRADIENTS] == 0
-    assert set(report.categories) == {PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES}
+    assert set(report.categories) == {
+        PARAMETERS,
+        GRADIENTS,
+        OPTIMIZER,
+        ACTIVATIONS,
+        LOGITS,
+        TEMPORARIES,
+    }
 
 
 def test_forward_peak_is_what_arithmetic_says():
@@ -63,16 +74,22 @@ def test_gradients_stay_alive_between_micro_batches():
     one, two = (step_report(chain(), [batch] * n) for n in (1, 2))
     assert two.phases["forward"][GRADIENTS] == 4 * 3 * WIDTH**2
     assert one.phases["forward"][GRADIENTS] == 0
-    assert two.phases["forward"][ACTIVATIONS] == pytest.approx(one.phases["forward"][ACTIVATIONS], abs=64)
+    assert two.phases["forward"][ACTIVATIONS] == pytest.approx(
+        one.phases["forward"][ACTIVATIONS], abs=64
+    )
 
 
 def test_timeline_reaches_each_phases_peak_in_order():
     report = step_report(chain(), [torch.randn(ROWS, WIDTH)] * 2)
-    assert [phase for phase, _ in report.timeline] == ["forward", "loss", "backward"] * 2 + ["optimizer"]
+    assert [phase for phase, _ in report.timeline] == ["forward", "loss", "backward"] * 2 + [
+        "optimizer"
+    ]
     positions = [point[0] for _, points in report.timeline for point in points]
     assert positions == sorted(positions)
     for phase, parts in report.phases.items():
-        totals = [sum(point[1:]) for name, points in report.timeline if name == phase for point in points]
+        totals = [
+            sum(point[1:]) for name, points in report.timeline if name == phase for point in points
+        ]
         assert max(totals) == sum(parts.values())
 
 
@@ -140,17 +157,30 @@ def test_measuring_says_nothing_on_stderr(capfd):
 def test_loss_fn_of_another_kind_works():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = lab.measure_step(model, regression_batches(2), squared_error_sum, optimizer, count_targets=count_rows)
+    report = lab.measure_step(
+        model, regression_batches(2), squared_error_sum, optimizer, count_targets=count_rows
+    )
     assert list(report.phases) == ["forward", "loss", "backward", "optimizer"]
 
 
 def test_measured_fp16_step_is_not_a_skipped_one():
-    """Divided by too little, the scaled gradients overflow, the step is skipped, and its temporaries are missed."""
+    """Divided by too little, the scaled gradients overflow, the step is skipped, and its
+    temporaries are missed.
+    """
     model = lab.build_model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     scaler = grad_scaler("fp16", CPU, init_scale=2.0**14)
     stream = lab.batches(lab.load_corpus().split(32)[0], 1, 0)
-    lab.train(model, stream, lab.lm_loss_sum, optimizer, steps=1, precision_name="fp16", scaler=scaler, progress=False)
+    lab.train(
+        model,
+        stream,
+        lab.lm_loss_sum,
+        optimizer,
+        steps=1,
+        precision_name="fp16",
+        scaler=scaler,
+        progress=False,
+    )
     before = model.transformer.wpe.weight.detach().clone()
     options = {"autocast": partial(autocast, "fp16", CPU), "scaler": scaler, "max_grad_norm": 1.0}
     report = lab.measure_step(model, [next(stream)], lab.lm_loss_sum, optimizer, **options)
@@ -165,7 +195,9 @@ def test_first_step_is_refused():
     model = chain()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="run an ordinary step first"):
-        lab.measure_step(model, [torch.randn(2, WIDTH)], lambda m, b: m(b).sum(), optimizer, count_targets=len)
+        lab.measure_step(
+            model, [torch.randn(2, WIDTH)], lambda m, b: m(b).sum(), optimizer, count_targets=len
+        )
 
 
 def test_buffers_count_as_parameters():
@@ -176,7 +208,10 @@ def test_buffers_count_as_parameters():
 
 
 def test_memory_is_freed_in_the_right_order(monkeypatch):
-    """Garbage first, then the cache, then the statistics. Shown on CUDA by a gpu test; here only the order."""
+    """Garbage first, then the cache, then the statistics.
+
+    Shown on CUDA by a gpu test; here only the order.
+    """
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("gc.collect", lambda: calls.append("collect"))

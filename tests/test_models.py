@@ -22,7 +22,9 @@ from labutils.workload.gpt2 import SIZES
 from tests.helpers import REPO, fill_hub_cache, slow
 
 
-@pytest.mark.parametrize(("name", "millions"), [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-xl", 1557.6)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-xl", 1557.6)]
+)
 def test_sizes_have_gpt2s_parameter_counts(name, millions):
     with torch.device("meta"):  # where old versions of transformers do not tie the output embedding
         model = lab.build_model(name)
@@ -54,7 +56,10 @@ def test_lm_loss_is_hugging_faces_loss():
 
 def test_tanh_gelu_is_the_same_function():
     ids = torch.randint(0, 2048, (2, 16))
-    a, b = (lab.build_model(activation=name).eval()(input_ids=ids).logits for name in ("gelu_new", "gelu_tanh"))
+    a, b = (
+        lab.build_model(activation=name).eval()(input_ids=ids).logits
+        for name in ("gelu_new", "gelu_tanh")
+    )
     assert torch.allclose(a, b, atol=1e-5)
 
 
@@ -75,7 +80,8 @@ def test_chunked_loss_leaves_loss_and_gradients_unchanged(chunk_tokens, name):
     with lab.autocast(name, torch.device("cpu")):
         whole, expected = gradients(model, lab.lm_loss_sum, batch)
         chunked, found = gradients(model, lambda m, b: lab.lm_loss_sum(m, b, chunk_tokens), batch)
-    # sums in another order; under autocast each chunk's gradient is rounded to 8 bits before they are added
+    # sums in another order; under autocast each chunk's gradient is rounded to 8 bits before they
+    # are added
     assert chunked == pytest.approx(whole, rel=1e-5)
     assert (found - expected).norm() < (1e-5 if name == "fp32" else 2e-2) * expected.norm()
 
@@ -92,7 +98,9 @@ def test_chunked_loss_loses_no_small_gradient_in_fp16():
 def test_chunked_loss_of_a_frozen_head_asks_for_no_gradient_of_it():
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
     ChunkedLoss.apply(hidden, weight, torch.arange(6), 2).backward()
-    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, torch.arange(6), reduction="sum"), hidden)
+    (expected,) = torch.autograd.grad(
+        F.cross_entropy(hidden @ weight.T, torch.arange(6), reduction="sum"), hidden
+    )
     torch.testing.assert_close(hidden.grad, expected)
 
 
@@ -108,11 +116,15 @@ def test_every_checkpointing_policy_leaves_loss_and_gradients_unchanged(name, dr
             results[policy] = gradients(model, lab.lm_loss_sum, batch)
     for policy, (loss, gradient) in results.items():
         assert loss == results["none"][0], policy
-        assert torch.equal(gradient, results["none"][1]), policy  # the random state of dropout is kept too
+        assert torch.equal(gradient, results["none"][1]), (
+            policy
+        )  # the random state of dropout is kept too
 
 
 def kept_bytes(model):
-    """Return the bytes of the tensors that a forward pass leaves to the backward pass, without the parameters."""
+    """Return the bytes of the tensors that a forward pass leaves to the backward pass, without the
+    parameters.
+    """
     tensors = {}
 
     def pack(t):
@@ -129,7 +141,9 @@ def kept_bytes(model):
 def test_checkpointing_is_active_in_eval_mode_too(policy):
     """Hugging Face's own switch is silently off in eval(), where from_pretrained leaves a model."""
     plain = kept_bytes(lab.build_model(dropout=0.0).eval())
-    assert kept_bytes(lab.build_model(dropout=0.0, gradient_checkpointing=policy).eval()) < 0.2 * plain
+    assert (
+        kept_bytes(lab.build_model(dropout=0.0, gradient_checkpointing=policy).eval()) < 0.2 * plain
+    )
     theirs = lab.build_model(dropout=0.0).eval()
     hugging_faces_switch(theirs)
     assert kept_bytes(theirs) == plain
@@ -138,7 +152,10 @@ def test_checkpointing_is_active_in_eval_mode_too(policy):
 
 def hugging_faces_switch(model):
     # renamed in transformers 5.23
-    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     switch({"use_reentrant": False})
 
 
@@ -149,7 +166,9 @@ def test_block_is_hugging_faces_own_switch(eager):
     theirs = lab.build_model(attention="eager" if eager else "auto")
     hugging_faces_switch(theirs)
     ours = lab.build_model(attention="eager" if eager else "auto", gradient_checkpointing="block")
-    (loss, gradient), (expected_loss, expected) = (gradients(m, lab.lm_loss_sum, batch) for m in (ours, theirs))
+    (loss, gradient), (expected_loss, expected) = (
+        gradients(m, lab.lm_loss_sum, batch) for m in (ours, theirs)
+    )
     assert loss == expected_loss
     assert torch.equal(gradient, expected)
     assert list(ours.state_dict()) == list(theirs.state_dict())
@@ -164,8 +183,13 @@ def test_a_copy_of_a_checkpointed_model_is_independent():
 
 
 def test_selective_keeps_attention_only_where_it_draws_no_random_numbers():
-    """A fused kernel that is skipped when a block is computed again would not advance the random state."""
-    keeps = {p: lab.build_model(dropout=p, gradient_checkpointing="selective").transformer.h.kept for p in (0.0, 0.1)}
+    """A fused kernel that is skipped when a block is computed again would not advance the random
+    state.
+    """
+    keeps = {
+        p: lab.build_model(dropout=p, gradient_checkpointing="selective").transformer.h.kept
+        for p in (0.0, 0.1)
+    }
     assert ATTENTION[0] in keeps[0.0]
     assert ATTENTION[0] not in keeps[0.1]
 
@@ -183,23 +207,31 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-@pytest.mark.parametrize("padded", ["", "right", "left"])  # causal attention never reads padding on the right
+@pytest.mark.parametrize(
+    "padded", ["", "right", "left"]
+)  # causal attention never reads padding on the right
 def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers, heads, width, vocab = SIZES["gpt2-nano"]
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(0)
-    plain = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_head=heads, n_embd=width, vocab_size=vocab, **off)).train()
+    plain = GPT2LMHeadModel(
+        GPT2Config(n_layer=layers, n_head=heads, n_embd=width, vocab_size=vocab, **off)
+    ).train()
     ours = lab.build_model(dropout=0.0, **switches)
     ours.load_state_dict(plain.state_dict())
-    batch = {"input_ids": torch.randint(1, vocab, (3, 40), generator=torch.Generator().manual_seed(1))}
+    batch = {
+        "input_ids": torch.randint(1, vocab, (3, 40), generator=torch.Generator().manual_seed(1))
+    }
     batch["labels"] = batch["input_ids"].clone()
     if padded:
         mask = (torch.arange(40) < torch.tensor([[40], [25], [7]])).long()
         batch["attention_mask"] = mask if padded == "right" else mask.flip(1)
         batch["labels"][batch["attention_mask"] == 0] = -100
-        if padded == "left":  # what a token of padding predicts of the first real one is not defined
+        if (
+            padded == "left"
+        ):  # what a token of padding predicts of the first real one is not defined
             batch["labels"][torch.arange(3), 40 - mask.sum(1)] = -100
     plain(**batch).loss.backward()
     loss = lab.lm_loss_sum(ours, batch) / lab.count_targets(batch)
@@ -207,12 +239,16 @@ def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded
     with torch.no_grad():
         assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=2e-6)  # float32 sums in another order
+        torch.testing.assert_close(
+            p.grad, q.grad, rtol=1e-4, atol=2e-6
+        )  # float32 sums in another order
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 16])
 def test_a_pass_reads_no_number_back_from_the_device(chunk_tokens):
-    """On CUDA each such read makes the CPU wait; transformers' own attention does one, so the test can fail."""
+    """On CUDA each such read makes the CPU wait; transformers' own attention does one, so the test
+    can fail.
+    """
 
     class Reads(TorchDispatchMode):
         def __init__(self):
@@ -239,7 +275,9 @@ def test_attention_kinds_are_really_different_kernels():
 
     def largest_kept(kind: str) -> int:
         model, kept = lab.build_model(dropout=0.0, attention=kind), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape[-2:])) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(tuple(t.shape[-2:])) or t, lambda t: t
+        ):
             model.base_model(torch.zeros(1, 48, dtype=torch.int64))
         return (48, 48) in kept
 
@@ -272,7 +310,9 @@ def test_random_weights_touch_no_network(monkeypatch):
     lab.build_model()
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", pytest.param("http://10.255.255.1", marks=slow)])
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:9", pytest.param("http://10.255.255.1", marks=slow)]
+)
 def test_pretrained_without_a_hub_says_so_within_five_seconds(endpoint, tmp_path):
     code = (
         "import labutils as lab, time; from labutils.workload.gpt2 import WeightsUnavailable; lab.build_model()\n"
@@ -282,7 +322,9 @@ def test_pretrained_without_a_hub_says_so_within_five_seconds(endpoint, tmp_path
         "else: raise SystemExit('no error')"
     )
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO
+    )
     assert answer.returncode == 0, answer.stderr
     assert "weights: random" in answer.stdout
     assert "HF_HOME" in answer.stdout
@@ -306,15 +348,20 @@ def test_a_hub_that_refuses_or_is_slow_is_named_within_five_seconds(tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     code = (
-        "import time; from labutils import models as m; from huggingface_hub import get_hf_file_metadata\n"
+        "import time; from labutils.workload import gpt2 as m; from huggingface_hub import get_hf_file_metadata\n"
         "for mood in ('429', '500', '401', '404', 'slow'):\n"
         "    begun = time.monotonic()\n"
         "    try: m._require_hub_or_cache(mood, 'model.safetensors')\n"
         "    except m.WeightsUnavailable as e: assert time.monotonic() - begun < 5 and 'weights: random' in str(e), e\n"
         "    else: raise SystemExit(mood)"
     )
-    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO)
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path),
+    }
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO
+    )
     server.shutdown()
     assert answer.returncode == 0, answer.stderr
 
@@ -329,7 +376,9 @@ def test_cached_pretrained_weights_load_in_training_mode(tmp_path):
         "print(m.pretrained_tokenizer('gpt2').get_vocab_size())"
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO
+    )
     assert answer.returncode == 0, answer.stderr
     training, dropout, total, vocabulary = answer.stdout.split()
     assert (training, dropout, vocabulary) == ("True", "0.25", "2048")
@@ -343,7 +392,9 @@ def test_every_advertised_name_exists():
 
 def test_building_and_running_says_nothing_on_stderr():
     code = "import labutils as lab, torch; x = torch.zeros(1, 4).long(); lab.build_model()(input_ids=x, labels=x)"
-    answer = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, cwd=REPO)
+    answer = subprocess.run(
+        [sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, cwd=REPO
+    )
     assert answer.returncode == 0
     assert answer.stderr == ""
 
@@ -371,14 +422,21 @@ def test_units_group_so_many_blocks_and_run_each_twice():
 def test_selective_keeps_the_results_of_products_and_of_every_attention_kernel():
     kept = {policy: bytes_kept(policy) for policy in ("none", "selective", "block")}
     assert kept["block"] < 0.5 * kept["selective"] < 0.5 * kept["none"]
-    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+    for kind in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "flash_attention_for_cpu",
+    ):
         assert getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default in ATTENTION
 
 
 def bytes_kept(policy: str) -> int:
     batch = dict.fromkeys(("input_ids", "labels"), torch.zeros((2, 64), dtype=torch.int64))
     model = lab.build_model(dropout=0.0, activation="gelu_tanh", gradient_checkpointing=policy)
-    found = lab.measure_step(model, [batch], lab.lm_loss_sum, torch.optim.SGD(model.parameters(), lr=1e-3))
+    found = lab.measure_step(
+        model, [batch], lab.lm_loss_sum, torch.optim.SGD(model.parameters(), lr=1e-3)
+    )
     return found.phases["loss"]["activations"]
 
 
@@ -389,6 +447,11 @@ def test_padded_prompts_are_continued_as_hugging_face_does(use_cache):
     answers = []
     for attention in ("sdpa", "auto"):
         model = lab.build_model(attention=attention).eval()
-        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+        options = {
+            "max_new_tokens": 4,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "use_cache": use_cache,
+        }
         answers.append(model.generate(input_ids=ids, attention_mask=mask, **options))
     assert torch.equal(*answers)

@@ -14,7 +14,9 @@ from tests.helpers import REPO, committed
 
 mpl.use("Agg")
 NAMES = sorted(path.name for path in REPO.glob("0*.ipynb"))
-LEAK = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|opt|Users)/\w+|site-packages|ipykernel_\d+|[A-Z]:\\\\Users")
+LEAK = re.compile(
+    r"(?<![\w.])/(?:work|root|home|tmp|opt|Users)/\w+|site-packages|ipykernel_\d+|[A-Z]:\\\\Users"
+)
 
 
 def read(name: str) -> nbformat.NotebookNode:
@@ -26,10 +28,14 @@ def code_cells(notebook) -> list[str]:
 
 
 def sections(notebook) -> dict[str, list[str]]:
-    """Return {heading: code cells}; what stands before the second heading's first code cell is the setup."""
+    """Return {heading: code cells}; what stands before the second heading's first code cell is the
+    setup.
+    """
     found, heading = {"setup": []}, "setup"
     for cell in notebook.cells:
-        if cell.cell_type == "markdown" and (title := re.search(r"^##? (?!#)(.+)$", cell.source, re.M)):
+        if cell.cell_type == "markdown" and (
+            title := re.search(r"^##? (?!#)(.+)$", cell.source, re.M)
+        ):
             heading = title.group(1) if found["setup"] else "setup"
             found.setdefault(heading, [])
         elif cell.cell_type == "code":
@@ -41,7 +47,9 @@ def outputs(notebook):
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             texts = [output.get("text", "")]
-            texts += [value for kind, value in output.get("data", {}).items() if kind.startswith("text/")]
+            texts += [
+                value for kind, value in output.get("data", {}).items() if kind.startswith("text/")
+            ]
             yield cell, output, "".join(texts)
 
 
@@ -50,7 +58,11 @@ def test_committed_outputs_are_clean(name):
     notebook = read(name)
     assert len(committed(name)) < 1_000_000
     assert not notebook.metadata.get("widgets")
-    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    counts = [
+        cell.execution_count
+        for cell in notebook.cells
+        if cell.cell_type == "code" and cell.source.strip()
+    ]
     assert counts == list(range(1, len(counts) + 1))
     for cell, output, text in outputs(notebook):
         assert output.output_type != "error" or "raises-exception" in cell.metadata.get("tags", [])
@@ -81,7 +93,9 @@ def test_figures_are_described_and_ideas_are_short(name):
             assert sum("image/png" in output.get("data", {}) for output in cell.outputs) == 1
             assert following.cell_type == "markdown"
     figures = sum("image/png" in output.get("data", {}) for _, output, _ in outputs(notebook))
-    described = sum(cell.source.count("figure ") for cell in notebook.cells if cell.cell_type == "markdown")
+    described = sum(
+        cell.source.count("figure ") for cell in notebook.cells if cell.cell_type == "markdown"
+    )
     assert described >= figures
 
 
@@ -99,10 +113,14 @@ def undefined_names(cells: list[str]) -> str:
         "concise",
         "-",
     ]
-    return subprocess.run(command, input="\n\n".join(cells), capture_output=True, text=True, check=False).stdout
+    return subprocess.run(
+        command, input="\n\n".join(cells), capture_output=True, text=True, check=False
+    ).stdout
 
 
-@pytest.mark.parametrize(("name", "title"), [(n, t) for n in NAMES for t in sections(read(n)) if t != "setup"])
+@pytest.mark.parametrize(
+    ("name", "title"), [(n, t) for n in NAMES for t in sections(read(n)) if t != "setup"]
+)
 def test_setup_plus_one_section_needs_no_other_section(name, title):
     parts = sections(read(name))
     assert "All checks passed" in undefined_names([*parts["setup"], *parts[title]])
@@ -116,14 +134,19 @@ def test_a_name_of_another_section_is_noticed():
 def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(name, tmp_path):
     setup = sections(read(name))["setup"][0]
     hide = "import sys\nsys.modules['labutils'] = None\n"
-    answer = subprocess.run([sys.executable, "-c", hide + setup], cwd=tmp_path, capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", hide + setup], cwd=tmp_path, capture_output=True, text=True
+    )
     assert answer.returncode == 1
     assert "pip install -e ." in answer.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_labutils_is_imported_before_torch(name):
-    """It tells torch's C++ code what to log, and torch reads that once: out of memory would be written to stderr."""
+    """It tells torch's C++ code what to log, and torch reads that once:
+
+    Out of memory would be written to stderr.
+    """
     first = sections(read(name))["setup"][0]
     assert first.index("import labutils") < first.index("import torch")
 
@@ -143,12 +166,25 @@ def test_carriage_returns_are_folded():
 
 
 def run_pytest(folder, cells: list[tuple[str, list[str]]]) -> subprocess.CompletedProcess:
-    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "x"}})
+    notebook = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"name": "python3", "display_name": "x"}}
+    )
     for source, tags in cells:
         notebook.cells.append(nbformat.v4.new_code_cell(source, metadata={"tags": tags}))
     nbformat.write(notebook, folder / "x.ipynb")
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(folder / "x.ipynb")]
-    return subprocess.run([*command, "-c", "pyproject.toml"], cwd=REPO, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        str(folder / "x.ipynb"),
+    ]
+    return subprocess.run(
+        [*command, "-c", "pyproject.toml"], cwd=REPO, capture_output=True, text=True
+    )
 
 
 def test_a_notebook_stops_at_its_first_failure(tmp_path):
@@ -171,5 +207,15 @@ def test_checked_output_that_differs_fails(tmp_path):
     notebook["cells"][0]["outputs"] = [{"output_type": "stream", "name": "stdout", "text": ["2\n"]}]
     notebook["cells"][0]["execution_count"] = 1
     path.write_text(json.dumps(notebook))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path), "-c", "pyproject.toml"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(path),
+        "-c",
+        "pyproject.toml",
+    ]
     assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 1

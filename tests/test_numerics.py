@@ -5,13 +5,26 @@ import math
 import pytest
 import torch
 
-from labutils.techniques.float_formats import BF16, FORMATS, FP16, FP32, TF32, bits, fp16_fate, rounded
+from labutils.techniques.float_formats import (
+    BF16,
+    FORMATS,
+    FP16,
+    FP32,
+    TF32,
+    bits,
+    fp16_fate,
+    rounded,
+)
 
 
 @pytest.mark.parametrize("number_format", [FP32, BF16, FP16])
 def test_limits_equal_torch_finfo(number_format):
     info = torch.finfo(number_format.dtype)
-    assert (number_format.max, number_format.min_normal, number_format.eps) == (info.max, info.tiny, info.eps)
+    assert (number_format.max, number_format.min_normal, number_format.eps) == (
+        info.max,
+        info.tiny,
+        info.eps,
+    )
 
 
 @pytest.mark.parametrize("number_format", [FP32, BF16, FP16])

@@ -10,12 +10,32 @@ import labutils as lab
 from labutils.memory.tensors import optimizer_tensors, tensor_bytes
 from labutils.techniques import optimizers
 from labutils.techniques.optimizers import SmallAdamW, StepInBackward
-from labutils.techniques.quantization import BLOCK, FIRST, SECOND, pack, round_stochastically, unpack
+from labutils.techniques.quantization import (
+    BLOCK,
+    FIRST,
+    SECOND,
+    pack,
+    round_stochastically,
+    unpack,
+)
 from labutils.training.loop import train
 from labutils.workload.build import build_experiment_model, build_loss, build_optimizer
-from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, two_layers, without_onednn
+from tests.helpers import (
+    CPU,
+    count_rows,
+    regression_batches,
+    squared_error_sum,
+    two_layers,
+    without_onednn,
+)
 
-SMALL = {"seq_len": 64, "micro_batch_size": 4, "tokens_per_step": 256, "steps": 30, "lr_warmup_steps": 5}
+SMALL = {
+    "seq_len": 64,
+    "micro_batch_size": 4,
+    "tokens_per_step": 256,
+    "steps": 30,
+    "lr_warmup_steps": 5,
+}
 OPTIONS = {"count_targets": count_rows, "progress": False}
 LEAN = {"dropout": 0.0, "activation": "gelu_tanh", "max_grad_norm": 0.0}
 
@@ -25,10 +45,14 @@ def test_stochastic_rounding_is_right_on_average_and_never_off_by_more_than_a_st
     x = torch.full((100_000,), 1 + 0.3 / 128)  # bfloat16 has 1 and 1 + 1/128
     rounded = round_stochastically(x).float()
     assert set(rounded.unique().tolist()) == {1.0, 1 + 1 / 128}
-    assert rounded.mean().item() == pytest.approx(x[0].item(), abs=5 * (1 / 128) * 0.5 / math.sqrt(len(x)))
+    assert rounded.mean().item() == pytest.approx(
+        x[0].item(), abs=5 * (1 / 128) * 0.5 / math.sqrt(len(x))
+    )
     exact = torch.tensor([0.0, -2.5, 1.0, torch.inf, -torch.inf])
     assert torch.equal(round_stochastically(exact).float(), exact)
-    patterns = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32)  # CUDA's NaN is the second
+    patterns = torch.tensor(
+        [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32
+    )  # CUDA's NaN is the second
     assert round_stochastically(patterns.view(torch.float32).repeat(1000)).isnan().all()
 
 
@@ -55,7 +79,9 @@ def test_codes_come_back_within_one_code(kind):
     x = x.square() if kind is SECOND else x
     codes, scale = packed(x, kind)
     before, after = ((v.abs() / scale) ** (0.5 ** kind[2]) for v in (x, unpack(codes, scale, kind)))
-    assert before.amax(dim=1).tolist() == pytest.approx([kind[1]] * 5, rel=1e-5)  # the largest has the largest code
+    assert before.amax(dim=1).tolist() == pytest.approx(
+        [kind[1]] * 5, rel=1e-5
+    )  # the largest has the largest code
     assert (before - after).abs().max() < 1.001
     if kind is FIRST:
         assert torch.equal(codes.sign()[codes != 0], x.sign()[codes != 0])
@@ -67,7 +93,9 @@ def test_codes_are_right_on_average():
     x = torch.full((1000, BLOCK), 0.3)
     x[:, 0] = 1.0
     codes, _ = packed(x, FIRST)
-    assert codes[:, 1:].float().mean().item() == pytest.approx(127 * 0.3**0.5, abs=5 * 0.5 / 255_000**0.5)
+    assert codes[:, 1:].float().mean().item() == pytest.approx(
+        127 * 0.3**0.5, abs=5 * 0.5 / 255_000**0.5
+    )
 
 
 def test_what_is_divided_by_never_becomes_zero():
@@ -81,7 +109,9 @@ def test_what_is_divided_by_never_becomes_zero():
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(16, 0.02), (8, 0.1)])
 def test_small_moments_take_nearly_torchs_steps(bits, tolerance):
-    """16 bits err by 1/256 in a moment, 8 bits by a few per cent, more where numbers are small beside their block's."""
+    """16 bits err by 1/256 in a moment, 8 bits by a few per cent, more where numbers are small
+    beside their block's.
+    """
     weights = []
     for make in (torch.optim.AdamW, lambda params, **k: SmallAdamW(params, bits=bits, **k)):
         torch.manual_seed(0)
@@ -99,7 +129,8 @@ def test_small_moments_take_nearly_torchs_steps(bits, tolerance):
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_bfloat16_weights_move_by_updates_too_small_to_be_rounded_to(bits):
-    """1e-4 a step is a fifth of what rounding to nearest would notice at 1; in the mean of many weights it must add up.
+    """1e-4 a step is a fifth of what rounding to nearest would notice at 1; in the mean of many
+    weights it must add up.
 
     The second moment, of beta 0.999, changes by less than its own rounding too.
     """
@@ -132,7 +163,9 @@ def test_a_16_bit_second_moment_follows_slow_changes():
     p.grad = torch.zeros_like(p)
     for _ in range(100):
         optimizer.step()
-    assert optimizer.state[p]["exp_avg_sq"].float().mean().item() == pytest.approx(0.999**100, rel=0.01)
+    assert optimizer.state[p]["exp_avg_sq"].float().mean().item() == pytest.approx(
+        0.999**100, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -145,7 +178,11 @@ def test_state_is_loaded_as_it_was_saved(bits):
     again.load_state_dict(optimizer.state_dict())
     for key, value in optimizer.state[p].items():
         other = again.state[p][key]
-        assert torch.equal(other, value) and other.dtype == value.dtype if key != "step" else other == value
+        assert (
+            torch.equal(other, value) and other.dtype == value.dtype
+            if key != "step"
+            else other == value
+        )
 
 
 def test_slabs_do_not_change_what_is_computed(monkeypatch):
@@ -183,7 +220,9 @@ def test_a_step_inside_backward_gives_the_same_weights_and_frees_every_gradient(
             optimizer = StepInBackward(optimizer)
             for p in model.parameters():
                 p.register_post_accumulate_grad_hook(
-                    lambda _, model=model: alive.append(sum(q.grad is not None for q in model.parameters()))
+                    lambda _, model=model: alive.append(
+                        sum(q.grad is not None for q in model.parameters())
+                    )
                 )
         record = train(
             model,
@@ -194,7 +233,9 @@ def test_a_step_inside_backward_gives_the_same_weights_and_frees_every_gradient(
             count_targets=count_rows,
             progress=False,
         )
-        weights.append([p.detach().clone() for p in model.parameters()] + [torch.tensor(record.series.loss)])
+        weights.append(
+            [p.detach().clone() for p in model.parameters()] + [torch.tensor(record.series.loss)]
+        )
     assert all(map(torch.equal, *weights))
     assert max(alive) == 0
 
@@ -217,7 +258,13 @@ def test_a_step_inside_backward_refuses_what_needs_all_gradients():
     for option in ({"max_grad_norm": 1.0}, {"grad_accum_steps": 2}):
         with pytest.raises(ValueError, match="inside backward"):
             train(
-                model, regression_batches(4), squared_error_sum, optimizer, steps=1, count_targets=count_rows, **option
+                model,
+                regression_batches(4),
+                squared_error_sum,
+                optimizer,
+                steps=1,
+                count_targets=count_rows,
+                **option,
             )
     for values, key in (
         ({"max_grad_norm": 1.0}, "max_grad_norm"),
@@ -259,7 +306,9 @@ def test_the_ledger_knows_these_optimizers(changes):
     model = build_experiment_model(config, CPU)
     optimizer, loss_fn = build_optimizer(model, config), build_loss(config, CPU, accumulates=False)
     stream = lab.batches(lab.load_corpus(min_tokens=20_000).split(64)[0], 4, 0)
-    train(model, stream, loss_fn, optimizer, steps=1, precision_name=config.precision, progress=False)
+    train(
+        model, stream, loss_fn, optimizer, steps=1, precision_name=config.precision, progress=False
+    )
     with without_onednn():
         measured = lab.measure_step(model, [next(stream)], loss_fn, optimizer)
     assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.005)
@@ -268,12 +317,16 @@ def test_the_ledger_knows_these_optimizers(changes):
 def test_the_leanest_recipe_learns_as_float32_does(runs):
     """Same tokens, 30 steps: within 0.02 of a loss that falls by more than one.
 
-    Not with seed 0: there one held-out sequence, a table, loses 2.7 in the last two steps, which nothing clips, and
-    how much depends on the last bits.
+    Not with seed 0: there one held-out sequence, a table, loses 2.7 in the last two steps, which
+    nothing clips, and how much depends on the last bits.
     """
     calm = {**SMALL, **LEAN, "seed": 4}
     usual = lab.run_experiment(lab.load_config("fp32", **calm), progress=False)
-    for name in ("8 bits", "in backward", *(["everything"] if not lab.support("pure_bf16", CPU).slow else [])):
+    for name in (
+        "8 bits",
+        "in backward",
+        *(["everything"] if not lab.support("pure_bf16", CPU).slow else []),
+    ):
         lean = lab.run_experiment(lab.load_config("fp32", **calm, **CASES[name]), progress=False)
         assert usual.series.loss[0] - usual.series.loss[-1] > 1
         assert lean.held_out[-1][1] == pytest.approx(usual.held_out[-1][1], abs=0.02)

@@ -70,7 +70,9 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     options = answer.partition("Cheapest ways out (predicted): ")[2].split("; or ")
     assert answer.startswith(f"{1024 * free:.0f} MiB are free now.") and len(options) == 3
     wanted = enough_alone(config, free, "cpu")[:3]
-    assert options == [", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in wanted]
+    assert options == [
+        ", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in wanted
+    ]
     assert all(one.fits(free) for one in wanted)
     assert not any("precision" in one.changes for one in wanted)  # 16 bits are slow on most CPUs
     monkeypatch.setattr(here, "free_bytes", lambda _: 2**20)
@@ -78,7 +80,10 @@ def test_ways_out_fit_what_is_free(monkeypatch):
 
 
 def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
-    """The config alone would run in what is free now: so something else was alive, or what ran was larger."""
+    """The config alone would run in what is free now:
+
+    So something else was alive, or what ran was larger.
+    """
     monkeypatch.setattr(here, "free_bytes", lambda _: 4 * GIB)
     answer = ways_out(lab.load_config("fp32"), CPU)
     assert answer.startswith("Alone fp32 needs ") and "4.00 GiB are free now" in answer
@@ -104,18 +109,30 @@ def test_expandable_segments_exist_on_linux_only(monkeypatch, system, release, h
 
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     """Where memory is overcommitted, nothing would say no: the process would be killed."""
-    monkeypatch.setattr(here, "free_host_bytes", lambda: 70 * 2**20)  # enough, but for fragmentation
+    monkeypatch.setattr(
+        here, "free_host_bytes", lambda: 70 * 2**20
+    )  # enough, but for fragmentation
     monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("it trained"))
     record = lab.run_experiment(lab.load_config("fp32"), where=CPU, progress=False)
     assert record.outcome == "out_of_memory"
-    assert record.reason.startswith("asked for 75 MiB more, 70 MiB free. 70 MiB are free now. Cheapest ways out")
+    assert record.reason.startswith(
+        "asked for 75 MiB more, 70 MiB free. 70 MiB are free now. Cheapest ways out"
+    )
 
 
 @pytest.mark.parametrize("seq_len", [128, 1024])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_no_run_that_is_near_is_taken_for_a_roomy_one(seq_len, dropout):
-    """With dropout a CPU keeps attention's (T, T) matrices: at 1,024 tokens more than all the rest."""
-    shape = {"seq_len": seq_len, "micro_batch_size": 4, "tokens_per_step": 4 * seq_len, "dropout": dropout}
+    """With dropout a CPU keeps attention's (T, T) matrices:
+
+    At 1,024 tokens more than all the rest.
+    """
+    shape = {
+        "seq_len": seq_len,
+        "micro_batch_size": 4,
+        "tokens_per_step": 4 * seq_len,
+        "dropout": dropout,
+    }
     config = lab.load_config("fp32", **shape).on("cpu")
     needed = lab.needed_gib(lab.predict_memory(config, "cpu"), "cpu") * GIB
     assert needed < ROOMY * closed_form(on_a_cpu(config)).peak_bytes
@@ -167,7 +184,9 @@ def test_where_memory_is_short_the_process_grows_by_what_its_tensors_take(runs, 
 
     def grown(memory: str) -> tuple[float, str]:
         command = [sys.executable, "-c", GROWTH, memory]
-        answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        answer = subprocess.run(
+            command, cwd=REPO, capture_output=True, text=True, check=True
+        ).stdout.splitlines()[-1]
         process, tensors, said = answer.split(maxsplit=2)
         return int(process) / int(tensors), said
 
@@ -214,7 +233,9 @@ def test_a_cell_without_memory_gives_a_short_answer_and_the_next_one_runs(tmp_pa
     assert first[1] == "in line 3 of step: return torch.empty(2**50, dtype=torch.uint8)"
     assert first[2].startswith("For `config` (fp32): Alone fp32 needs 7")
     assert "DefaultCPUAllocator" not in done.stdout
-    assert "ZeroDivisionError" in done.stdout and "same number of elements" in done.stdout  # other errors look as ever
+    assert (
+        "ZeroDivisionError" in done.stdout and "same number of elements" in done.stdout
+    )  # other errors look as ever
 
 
 def control_groups(tmp_path, monkeypatch, membership: str, files: dict[str, str]) -> None:
@@ -251,7 +272,11 @@ V1 = {
 
 @pytest.mark.parametrize(
     ("membership", "files", "cpus"),
-    [("0::/hub/user\n", V2, 1), ("4:memory:/user\n3:cpu,cpuacct:/user\n0::/\n", V1, 2), ("0::/host/path\n", {}, 64)],
+    [
+        ("0::/hub/user\n", V2, 1),
+        ("4:memory:/user\n3:cpu,cpuacct:/user\n0::/\n", V1, 2),
+        ("0::/host/path\n", {}, 64),
+    ],
     ids=["version 2", "version 1", "none"],
 )
 def test_limits_of_the_control_group_count(tmp_path, monkeypatch, membership, files, cpus):
@@ -269,5 +294,7 @@ def test_threads_follow_affinity():
     only = "import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]}); "
     if not hasattr(host.os, "sched_setaffinity"):
         pytest.skip("this system has no affinity")
-    done = subprocess.run([sys.executable, "-c", only + code], cwd=REPO, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", only + code], cwd=REPO, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "1"

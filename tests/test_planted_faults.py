@@ -1,7 +1,9 @@
-"""37 faults, planted one at a time in a copy of the package: the fast test named beside a fault must fail there.
+"""37 faults, planted one at a time in a copy of the package: the fast test named beside a fault
+must fail there.
 
-A test that never fails proves nothing; here each is seen to fail. Not named are tests that replace source lines
-themselves (as those of test_accumulation.py do): they fail on any change, whether they understand it or not.
+A test that never fails proves nothing; here each is seen to fail. Not named are tests that replace
+source lines themselves (as those of test_accumulation.py do): they fail on any change, whether they
+understand it or not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from tests.helpers import REPO, committed, slow
 
 @dataclass(frozen=True)
 class Fault:
-    """In labutils/`module`.py the text `old`, which is there once, becomes `new`; `test` (below tests/) must notice."""
+    """In labutils/`module`.py the text `old`, which is there once, becomes `new`; `test` (below
+    tests/) must notice.
+    """
 
     module: str
     name: str
@@ -301,10 +305,17 @@ FAULTS = [
 
 
 def planted(fault: Fault) -> str:
-    """Return the module's source with the fault in it. Fails if the source has changed where the fault belongs."""
-    source = (REPO / "labutils" / f"{fault.module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    """Return the module's source with the fault in it.
+
+    Fails if the source has changed where the fault belongs.
+    """
+    source = (REPO / "labutils" / f"{fault.module.replace('.', '/')}.py").read_text(
+        encoding="utf-8"
+    )
     times = source.count(fault.old)
-    assert times == 1, f"{fault}: labutils/{fault.module}.py has this {times} times; plant it anew: {fault.old!r}"
+    assert times == 1, (
+        f"{fault}: labutils/{fault.module}.py has this {times} times; plant it anew: {fault.old!r}"
+    )
     return source.replace(fault.old, fault.new)
 
 
@@ -314,13 +325,16 @@ def copied(folder: Path) -> Path:
     for name in ("labutils", "tests", "configs"):
         shutil.copytree(REPO / name, course / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (REPO / "configs").glob("*_config.yaml"):
-        (course / "configs" / path.name).write_text(committed(f"configs/{path.name}"), encoding="utf-8")
+        (course / "configs" / path.name).write_text(
+            committed(f"configs/{path.name}"), encoding="utf-8"
+        )
     shutil.copy(REPO / "pyproject.toml", course)
     return course
 
 
 def run_fast_tests(course: Path, module: str, *tests: str) -> subprocess.CompletedProcess:
-    """Run tests in a copy. Exit code 1 is a failed test; no such test, only slow ones, or a broken import are others.
+    """Run tests in a copy. Exit code 1 is a failed test; no such test, only slow ones, or a broken
+    import are others.
 
     For the import a plugin sees to that: it also refuses a module that is not the copy's.
     """
@@ -330,11 +344,30 @@ import labutils.{module} as module
 assert Path(module.__file__).is_relative_to(Path(__file__).parent), module.__file__
 """
     (course / "in_the_copy.py").write_text(plugin, encoding="utf-8")
-    options = ["-o", "addopts=", "-m", "not slow", "-p", "in_the_copy", "-p", "no:cacheprovider", "-x", "-q"]
+    options = [
+        "-o",
+        "addopts=",
+        "-m",
+        "not slow",
+        "-p",
+        "in_the_copy",
+        "-p",
+        "no:cacheprovider",
+        "-x",
+        "-q",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
-    environment = os.environ | {"PYTHONPATH": str(course), "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
-    environment["GIT_DIR"] = os.devnull  # the copy is in no repository, wherever temporary files lie
-    return subprocess.run(command, cwd=course, env=environment, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {
+        "PYTHONPATH": str(course),
+        "OMP_NUM_THREADS": "1",
+        "PYTEST_ADDOPTS": "",
+    }
+    environment["GIT_DIR"] = (
+        os.devnull
+    )  # the copy is in no repository, wherever temporary files lie
+    return subprocess.run(
+        command, cwd=course, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 def is_here(test: str) -> bool:

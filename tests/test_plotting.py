@@ -14,12 +14,22 @@ from labutils.memory.ledger import MemoryLedger
 from labutils.training.records import Series
 from tests.test_records import record
 
-PARTS = {"parameters": 2**20, "gradients": 0, "optimizer state": 2**21, "activations and temporaries": 3 * 2**20}
+PARTS = {
+    "parameters": 2**20,
+    "gradients": 0,
+    "optimizer state": 2**21,
+    "activations and temporaries": 3 * 2**20,
+}
 
 
 def runs():
     memory = MemoryLedger(phases={"backward": PARTS}, method="test")
-    series = Series(loss=[3.0, 2.0, 1.0], loss_scale=[4.0, 2.0, 2.0], skipped=[True, False, False], step_ms=[1.0] * 3)
+    series = Series(
+        loss=[3.0, 2.0, 1.0],
+        loss_scale=[4.0, 2.0, 2.0],
+        skipped=[True, False, False],
+        step_ms=[1.0] * 3,
+    )
     return [record(name, memory=memory, series=series) for name in ("fp32", "fp32", "bf16")]
 
 
@@ -36,7 +46,9 @@ DRAWINGS = {
     "reconcile": lambda ax: plotting.reconcile(
         {"fp16": {"your guess": None, "product": 2.0, "step": 1.5}}, "speed", ax
     ),
-    "curves": lambda ax: plotting.curves({"measured": {1: 2.0, 4: None, 8: 1.0}}, "batch", "ms", ax, (1, 4, 8)),
+    "curves": lambda ax: plotting.curves(
+        {"measured": {1: 2.0, 4: None, 8: 1.0}}, "batch", "ms", ax, (1, 4, 8)
+    ),
     "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
     "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
 }
@@ -95,7 +107,7 @@ def test_timeline_shows_every_phase_and_marks_the_peak(device):
     words = [text.get_text() for text in ax.texts]
     assert {"forward", "backward"} <= set(words)
     assert f"{ledger.peak_bytes / 2**20:,.1f} MiB" in words
-    assert max(path.vertices[:, 1].max() for c in ax.collections for path in c.get_paths()) == pytest.approx(
-        ledger.peak_bytes / 2**20
-    )
+    assert max(
+        path.vertices[:, 1].max() for c in ax.collections for path in c.get_paths()
+    ) == pytest.approx(ledger.peak_bytes / 2**20)
     plt.close("all")

@@ -40,7 +40,9 @@ def test_support_of_named_cards(card):
 
 def test_emulated_bf16_is_not_support(monkeypatch):
     """Asked for BF16 on a T4, torch says yes unless emulation is left out."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     answers = {p: precision.support(p, torch.device("cuda")).ok for p in precision.PRECISIONS}
     assert answers == {"fp32": True, "tf32": False, "fp16": True, "bf16": False, "pure_bf16": False}
@@ -107,8 +109,13 @@ def test_what_is_no_precision_is_refused_with_the_choices(ask, name):
 def test_a_choice_between_precisions_is_no_precision_until_it_is_made():
     with pytest.raises(ValueError, match="without_choice"):
         precision.autocast("16bit", CPU)
-    assert [precision.without_choice("16bit", has_bf16) for has_bf16 in (True, False)] == ["bf16", "fp16"]
-    assert [precision.without_choice(p, False) for p in precision.PRECISIONS] == list(precision.PRECISIONS)
+    assert [precision.without_choice("16bit", has_bf16) for has_bf16 in (True, False)] == [
+        "bf16",
+        "fp16",
+    ]
+    assert [precision.without_choice(p, False) for p in precision.PRECISIONS] == list(
+        precision.PRECISIONS
+    )
     with pytest.raises(ValueError, match="pure_bf16, 16bit"):
         precision.without_choice("half", True)
 
@@ -152,7 +159,13 @@ def test_datasheet_peak_belongs_to_the_very_card(card, fp16):
 def test_peak_rate_of_a_known_card_is_its_datasheets(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     rates = {p: peak_rate.__wrapped__(p, torch.device("cuda"))[0] for p in precision.PRECISIONS}
-    assert rates == {"fp32": 67e12, "tf32": 494e12, "fp16": 989e12, "bf16": 989e12, "pure_bf16": 989e12}
+    assert rates == {
+        "fp32": 67e12,
+        "tf32": 494e12,
+        "fp16": 989e12,
+        "bf16": 989e12,
+        "pure_bf16": 989e12,
+    }
 
 
 def test_peak_rate_says_where_it_is_from():
@@ -162,7 +175,9 @@ def test_peak_rate_says_where_it_is_from():
 
 
 def test_a_multiplication_and_an_addition_are_two_operations(monkeypatch):
-    monkeypatch.setattr(here, "_processor_seconds", itertools.count().__next__)  # every product takes one second
+    monkeypatch.setattr(
+        here, "_processor_seconds", itertools.count().__next__
+    )  # every product takes one second
     assert matmul_rate(torch.float32, CPU, 8) == 2 * 8**3 * torch.get_num_threads()
 
 
@@ -197,7 +212,8 @@ def busy_machine():
 def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
     """By the clock, two threads that wait for each other give ratios from 0.0 to 200.
 
-    A factor of 3 remains possible: a program on the same core takes its share of the caches and of the core.
+    A factor of 3 remains possible: a program on the same core takes its share of the caches and of
+    the core.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -212,7 +228,14 @@ def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
 def test_the_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
     rates = {torch.float32: 1e12, torch.bfloat16: 3e12, torch.float16: 5e11}
     monkeypatch.setattr(speed, "matmul_rate", lambda dtype, device, n: rates[dtype])
-    monkeypatch.setattr(precision, "_cpu_slowdown", lambda dtype: rates[torch.float32] / rates[dtype])
+    monkeypatch.setattr(
+        precision, "_cpu_slowdown", lambda dtype: rates[torch.float32] / rates[dtype]
+    )
     found = {p: peak_rate.__wrapped__(p, CPU) for p in ("fp32", "fp16", "bf16", "pure_bf16")}
-    assert {p: rate for p, (rate, _) in found.items()} == {"fp32": 1e12, "fp16": 1e12, "bf16": 3e12, "pure_bf16": 3e12}
+    assert {p: rate for p, (rate, _) in found.items()} == {
+        "fp32": 1e12,
+        "fp16": 1e12,
+        "bf16": 3e12,
+        "pure_bf16": 3e12,
+    }
     assert "bfloat16" in found["bf16"][1] and "float32" in found["fp16"][1]

@@ -28,7 +28,13 @@ from labutils.prediction import memory as prediction
 from labutils.prediction import trace
 from labutils.prediction.cuda_rules import cuda_rules
 from labutils.prediction.extrapolation import CannotExtrapolate, extrapolated
-from labutils.prediction.memory import Sweep, UsesItsWeightTwice, predict_memory, predict_module, tracing_works
+from labutils.prediction.memory import (
+    Sweep,
+    UsesItsWeightTwice,
+    predict_memory,
+    predict_module,
+    tracing_works,
+)
 from labutils.prediction.resolve import resolve
 from labutils.prediction.trace import BIRTH, DEATH, OPERATION, Event, Segment, Storage, Trace
 from labutils.prediction.traces import _step_only, _trace
@@ -63,22 +69,34 @@ def measured(config):
         )
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach", pytest.param("for_loop", marks=slow)])
+@pytest.mark.parametrize(
+    "implementation", ["fused", "foreach", pytest.param("for_loop", marks=slow)]
+)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "pure_bf16"])
 def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, implementation):
-    changes = {"precision": name, "optimizer_impl": implementation, "tokens_per_step": 64 * accumulate}
+    changes = {
+        "precision": name,
+        "optimizer_impl": implementation,
+        "tokens_per_step": 64 * accumulate,
+    }
     config = lab.load_config("fp32", **TINY, **changes)
     predicted, real = predict_memory(config, "cpu"), measured(config.on("cpu"))
     assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
-    assert sum(real.phases[predicted.peak_phase].values()) == pytest.approx(real.peak_bytes, rel=0.005)  # or a tie
+    assert sum(real.phases[predicted.peak_phase].values()) == pytest.approx(
+        real.peak_bytes, rel=0.005
+    )  # or a tie
     for phase, parts in real.phases.items():
         ours = predicted.phases[phase]
         near = partial(pytest.approx, rel=0.005, abs=0.002 * real.peak_bytes)
         assert ours[PARAMETERS] == parts[PARAMETERS]
         assert ours[OPTIMIZER] == near(parts[OPTIMIZER])
-        assert ours[ACTIVATIONS] + ours[CAST_WEIGHTS] + ours[LOGITS] == near(parts[ACTIVATIONS] + parts[LOGITS]), phase
-        assert ours[GRADIENTS] + ours[TEMPORARIES] == near(parts[GRADIENTS] + parts[TEMPORARIES]), phase
+        assert ours[ACTIVATIONS] + ours[CAST_WEIGHTS] + ours[LOGITS] == near(
+            parts[ACTIVATIONS] + parts[LOGITS]
+        ), phase
+        assert ours[GRADIENTS] + ours[TEMPORARIES] == near(parts[GRADIENTS] + parts[TEMPORARIES]), (
+            phase
+        )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +108,12 @@ def test_prediction_is_the_real_allocators_peak_on_a_cpu(name, accumulate, imple
         {"seq_len": 96},
         {"loss_chunk_tokens": 50},
         {"gradient_checkpointing": "block"},
-        {"gradient_checkpointing": "block", "dropout": 0.1, "loss_chunk_tokens": 64, "precision": "bf16"},
+        {
+            "gradient_checkpointing": "block",
+            "dropout": 0.1,
+            "loss_chunk_tokens": 64,
+            "precision": "bf16",
+        },
         {"gradient_checkpointing": "block", "precision": "fp16"},
         {"attention": "eager"},
         {"attention": "math", "precision": "bf16"},
@@ -110,7 +133,13 @@ def test_prediction_knows_the_switches_of_the_model(changes):
 @pytest.mark.parametrize("name", ["fp32", pytest.param("bf16", marks=slow)])
 @pytest.mark.parametrize("policy", BLOCKS_PER_UNIT)
 def test_prediction_knows_every_checkpointing_policy(policy, name, dropout):
-    shape = {"seq_len": 96, "micro_batch_size": 3, "tokens_per_step": 288, "dropout": dropout, "precision": name}
+    shape = {
+        "seq_len": 96,
+        "micro_batch_size": 3,
+        "tokens_per_step": 288,
+        "dropout": dropout,
+        "precision": name,
+    }
     config = lab.load_config("fp32", **shape, gradient_checkpointing=policy, optimizer="sgd")
     predicted, real = predict_memory(config, "cpu"), measured(config.on("cpu"))
     for phase, parts in real.phases.items():
@@ -121,7 +150,10 @@ def test_prediction_knows_every_checkpointing_policy(policy, name, dropout):
 def test_offloaded_tensors_are_not_on_the_card():
     shape = {"seq_len": 512, "micro_batch_size": 8, "tokens_per_step": 4096}
     policies = ("none", "selective", "block", "offload")
-    found = {p: predict_memory(lab.load_config("bf16", **shape, gradient_checkpointing=p)) for p in policies}
+    found = {
+        p: predict_memory(lab.load_config("bf16", **shape, gradient_checkpointing=p))
+        for p in policies
+    }
     kept = [found[p].phases["loss"][ACTIVATIONS] for p in policies]
     assert all(more > less for more, less in itertools.pairwise(kept))
     # what stays on the card is made behind the last block: its result, and the last norm's
@@ -133,12 +165,16 @@ def test_offloaded_tensors_are_not_on_the_card():
     [
         ("bf16", {}),
         ("bf16", {"gradient_checkpointing": "every_2"}),
-        pytest.param("fp32", {"gradient_checkpointing": "every_2", "n_layer": 13}, id="smaller-last-unit"),
+        pytest.param(
+            "fp32", {"gradient_checkpointing": "every_2", "n_layer": 13}, id="smaller-last-unit"
+        ),
         pytest.param("fp32", {"gradient_checkpointing": "every_4", "n_layer": 27}, marks=slow),
         pytest.param("bf16", {"gradient_checkpointing": "selective"}, marks=slow),
         pytest.param("fp32", {"gradient_checkpointing": "offload"}, marks=slow),
         pytest.param(
-            "fp32", {"attention": "eager", "optimizer_impl": "foreach", "gradient_checkpointing": "block"}, marks=slow
+            "fp32",
+            {"attention": "eager", "optimizer_impl": "foreach", "gradient_checkpointing": "block"},
+            marks=slow,
         ),
         pytest.param("optimized", {"seq_len": 1024, "optimizer_impl": "for_loop"}, marks=slow),
         pytest.param("bf16", {"model": "gpt2-medium", "tokens_per_step": 2048}, marks=slow),
@@ -150,14 +186,19 @@ def test_two_and_three_layers_tell_about_all(monkeypatch, name, changes):
     monkeypatch.setitem(SIZES, "gpt2", (changes.pop("n_layer", 12), heads, width, vocab))
     config = lab.load_config(name, **changes)
     ratios = []
-    monkeypatch.setattr(prediction, "extrapolated", lambda *args: ratios.append(args[2]) or extrapolated(*args))
+    monkeypatch.setattr(
+        prediction, "extrapolated", lambda *args: ratios.append(args[2]) or extrapolated(*args)
+    )
     few = predict_memory(config)
     assert ratios  # with few layers all of them are traced, and this would prove nothing
     monkeypatch.setattr(prediction, "FEW_LAYERS", (2, 99))
     full = predict_memory(config)
     for phase, parts in full.phases.items():
         for category, n_bytes in parts.items():
-            assert few.phases[phase][category] == pytest.approx(n_bytes, abs=8192), (phase, category)
+            assert few.phases[phase][category] == pytest.approx(n_bytes, abs=8192), (
+                phase,
+                category,
+            )
 
 
 @pytest.mark.parametrize(
@@ -178,12 +219,17 @@ def test_two_and_three_sequences_tell_about_all(name, seq_len, chunk):
         direct = predict_memory(config.model_copy(update={"micro_batch_size": size}))
         for phase, parts in direct.phases.items():
             total = sum(sweep.at(size).ledger.phases[phase].values())
-            assert total == pytest.approx(sum(parts.values()), rel=0.001), (size, phase)  # requests are rounded up
+            assert total == pytest.approx(sum(parts.values()), rel=0.001), (
+                size,
+                phase,
+            )  # requests are rounded up
     assert ((2, 2) in sweep._traces) == (chunk < seq_len)  # else every size is traced
 
 
 def chain(depth: int, mirrored: bool = True) -> Trace:
-    """Each layer keeps 1 byte and passes 10 on; the end begins like a layer, as GPT-2's last norm does."""
+    """Each layer keeps 1 byte and passes 10 on; the end begins like a layer, as GPT-2's last norm
+    does.
+    """
     forward, backward = Segment("forward", 0, 0), Segment("backward", 0, 0)
     passed = Storage(100, "activations", "start")
     forward.events.append(Event(BIRTH, "start", passed))
@@ -196,7 +242,9 @@ def chain(depth: int, mirrored: bool = True) -> Trace:
         forward.events.extend([*norm, *product, Event(DEATH, passed.made_by, passed)])
         passed = result
     last = Storage(2, "activations", "norm")
-    forward.events.extend([Event(OPERATION, "norm"), Event(BIRTH, "norm", last), Event(OPERATION, "end")])
+    forward.events.extend(
+        [Event(OPERATION, "norm"), Event(BIRTH, "norm", last), Event(OPERATION, "end")]
+    )
     backward.events.extend([Event(OPERATION, "begin"), Event(DEATH, "norm", last)])
     for storage in reversed(kept) if mirrored else kept:
         backward.events.extend([Event(OPERATION, "back"), Event(DEATH, "norm", storage)])
@@ -208,12 +256,16 @@ def lives(t: Trace) -> list[tuple]:
     """Return every event, storages by size and by when they were born."""
     events = [event for segment in t.segments for event in segment.events]
     number = {id(e.storage): i for i, e in enumerate(events) if e.kind == BIRTH}
-    return [(e.kind, e.name, e.storage and (e.storage.n_bytes, number[id(e.storage)])) for e in events]
+    return [
+        (e.kind, e.name, e.storage and (e.storage.n_bytes, number[id(e.storage)])) for e in events
+    ]
 
 
 @pytest.mark.parametrize("mirrored", [True, False])
 def test_each_layer_frees_what_is_its_own_however_deep(mirrored):
-    """Backward frees in reverse order, an optimizer in the same; what a layer passes on dies in the next one."""
+    """Backward frees in reverse order, an optimizer in the same; what a layer passes on dies in the
+    next one.
+    """
     found = extrapolated(chain(3, mirrored), chain(4, mirrored), 7)
     assert lives(found) == lives(chain(10, mirrored))
 
@@ -230,7 +282,9 @@ def test_a_free_that_follows_no_rule_is_refused():
 def test_traces_of_different_models_do_not_extrapolate():
     config = resolve(lab.load_config("fp32", **TINY, tokens_per_step=64), "a100")
     other = config.model_copy(update={"activation": "gelu_tanh"})
-    a, b = (_trace(_step_only(c).model_dump_json(), "a100", 2, 1, False, 2) for c in (config, other))
+    a, b = (
+        _trace(_step_only(c).model_dump_json(), "a100", 2, 1, False, 2) for c in (config, other)
+    )
     with pytest.raises(CannotExtrapolate, match="forward phase"):
         extrapolated(a, b, 2)
 
@@ -246,7 +300,9 @@ def test_kept_outputs_keep_the_logits():
 def test_self_check_agrees_with_the_real_allocator():
     module = UsesItsWeightTwice()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    real = measure_step(module, [torch.ones(256)], lambda m, x: m(x).sum(), optimizer, count_targets=lambda x: 1)
+    real = measure_step(
+        module, [torch.ones(256)], lambda m, x: m(x).sum(), optimizer, count_targets=lambda x: 1
+    )
     assert sum(real.phases["backward"].values()) == pytest.approx(module.BACKWARD_BYTES, abs=16)
 
 
@@ -257,22 +313,31 @@ def test_a_torch_that_cannot_be_traced_falls_back_to_the_closed_form(monkeypatch
         with pytest.warns(UserWarning, match=r"Known to work: torch 2\.11"):
             ledger = predict_memory(lab.load_config("bf16"))
         with pytest.raises(RuntimeError, match="known to work"):
-            predict_module(nn.Linear(2, 2), torch.ones(1, 2), lambda m, x: m(x).sum(), torch.optim.SGD)
+            predict_module(
+                nn.Linear(2, 2), torch.ones(1, 2), lambda m, x: m(x).sum(), torch.optim.SGD
+            )
     finally:
         tracing_works.cache_clear()
     assert ledger.method.startswith("closed form")
     monkeypatch.undo()
-    assert ledger.peak_bytes == pytest.approx(predict_memory(lab.load_config("bf16")).peak_bytes, rel=0.1)
+    assert ledger.peak_bytes == pytest.approx(
+        predict_memory(lab.load_config("bf16")).peak_bytes, rel=0.1
+    )
 
 
 def test_prediction_for_cuda_is_what_independent_traces_found():
-    """124M, B4 T1024, BF16 autocast, tanh GELU, no cache, no dropout, fused AdamW: 5333 MiB by a fake-CUDA trace."""
+    """124M, B4 T1024, BF16 autocast, tanh GELU, no cache, no dropout, fused AdamW:
+
+    5333 MiB by a fake-CUDA trace.
+    """
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
         pytest.skip("found with transformers 5.23; 5.0 has a buffer of 1 MiB more in every layer")
     values = {"seq_len": 1024, "micro_batch_size": 4, "tokens_per_step": 4096}
     config = lab.load_config("optimized", **values, pad_vocab=False, loss_chunk_tokens=0)
     found = predict_memory(config, "a100").categories
-    tensors = sum(found.values()) - found[WORKSPACES] - found[ROUNDING]  # which that trace did not count
+    tensors = (
+        sum(found.values()) - found[WORKSPACES] - found[ROUNDING]
+    )  # which that trace did not count
     assert tensors / 2**20 == pytest.approx(5333, rel=0.001)
 
 
@@ -291,7 +356,9 @@ def test_cuda_rules_are_gone_afterwards():
 
 def test_autocast_adds_cast_weights_and_halves_no_weight():
     config = {"seq_len": 128, "micro_batch_size": 1, "tokens_per_step": 128}
-    full, half = (predict_memory(lab.load_config(name, **config), "a100") for name in ("fp32", "bf16"))
+    full, half = (
+        predict_memory(lab.load_config(name, **config), "a100") for name in ("fp32", "bf16")
+    )
     for category in (PARAMETERS, OPTIMIZER):
         assert full.phases["optimizer"][category] == half.phases["optimizer"][category]
     assert full.phases["forward"]["cast weights"] == 0
@@ -300,7 +367,10 @@ def test_autocast_adds_cast_weights_and_halves_no_weight():
 
 def test_gradients_stay_alive_between_micro_batches():
     values = {"seq_len": 64, "micro_batch_size": 1}
-    one, many = (predict_memory(lab.load_config("fp32", **values, tokens_per_step=64 * n), "a100") for n in (1, 8))
+    one, many = (
+        predict_memory(lab.load_config("fp32", **values, tokens_per_step=64 * n), "a100")
+        for n in (1, 8)
+    )
     assert one.phases["forward"][GRADIENTS] == 0
     assert many.phases["forward"][GRADIENTS] == many.phases["optimizer"][GRADIENTS]
 
@@ -319,7 +389,12 @@ def test_any_module_is_predicted_and_left_alone(name):
     before = [p.detach().clone() for p in model.parameters()]
     batch = torch.randn(64, 256)
     predicted = predict_module(
-        model, batch, lambda m, b: m(b).square().sum(), torch.optim.Adam, precision_name=name, device="cpu"
+        model,
+        batch,
+        lambda m, b: m(b).square().sum(),
+        torch.optim.Adam,
+        precision_name=name,
+        device="cpu",
     )
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     optimizer = torch.optim.Adam(model.parameters())
@@ -353,12 +428,25 @@ def test_predict_command(capsys):
     assert answer["peak_bytes"] == sum(answer["categories"].values())
     assert answer["peak_phase"] in answer["phases"]
     assert answer["fits"] is True
-    assert answer["peak_bytes"] <= answer["reserved_bytes"] < answer["needed_bytes"] == answer["needed_gib"] * 2**30
-    assert answer["reserved_expandable_bytes"] < answer["needed_expandable_bytes"] <= answer["needed_bytes"]
+    assert (
+        answer["peak_bytes"]
+        <= answer["reserved_bytes"]
+        < answer["needed_bytes"]
+        == answer["needed_gib"] * 2**30
+    )
+    assert (
+        answer["reserved_expandable_bytes"]
+        < answer["needed_expandable_bytes"]
+        <= answer["needed_bytes"]
+    )
     nano = ["predict", "fp32", "--set", "model=gpt2-nano", "--set", "activation=gelu_tanh"]
     assert main([*nano, "--gpu-memory-gib", "0.6"]) == 0
     printed = capsys.readouterr().out
-    assert "does NOT fit 0.6 GiB" in printed and "more time a step (predicted)" in printed and "costs" in printed
+    assert (
+        "does NOT fit 0.6 GiB" in printed
+        and "more time a step (predicted)" in printed
+        and "costs" in printed
+    )
     assert main([*nano, "--set", "memory_limit_gib=0.1"]) == 0
     assert "0.6 GiB" in capsys.readouterr().out  # the limit leaves the context out
     for nonsense in ("0", "-1", "nan", "inf", "much"):
@@ -413,24 +501,37 @@ def test_cards_have_distinct_sizes():
 
 
 def test_a_batch_on_another_device_is_traced_like_one_on_the_cpu():
-    """The batch may lie on the GPU while shapes are followed on the CPU; a meta tensor stands for it here."""
+    """The batch may lie on the GPU while shapes are followed on the CPU; a meta tensor stands for
+    it here.
+    """
     net = torch.nn.Linear(8, 8)
-    ask = lambda x: lab.predict_module(net, x, lambda net, x: net(x).sum(), torch.optim.SGD, device="cpu")  # noqa: E731
+
+    def ask(x):
+        return lab.predict_module(
+            net, x, lambda net, x: net(x).sum(), torch.optim.SGD, device="cpu"
+        )
+
     assert ask(torch.empty(4, 8, device="meta")).phases == ask(torch.empty(4, 8)).phases
 
 
 @pytest.mark.parametrize(("device", "smallest"), [("cpu", 4), ("a100", 512)])
 def test_a_request_is_rounded_up_on_cuda_only(device, smallest):
-    """The caching allocator gives nothing below 512 bytes; here to a weight and a bias of one number each."""
+    """The caching allocator gives nothing below 512 bytes; here to a weight and a bias of one
+    number each.
+    """
     net = nn.Linear(1, 1)
-    ledger = predict_module(net, torch.ones(1, 1), lambda m, x: m(x).sum(), torch.optim.SGD, device=device)
+    ledger = predict_module(
+        net, torch.ones(1, 1), lambda m, x: m(x).sum(), torch.optim.SGD, device=device
+    )
     assert ledger.phases["forward"][PARAMETERS] == 2 * smallest
 
 
 def test_a_module_is_predicted_in_training_mode_and_left_in_its_own():
     def activations(*layers: nn.Module) -> int:
         net = nn.Sequential(nn.Linear(8, 8), *layers).eval()
-        ledger = predict_module(net, torch.ones(4, 8), lambda m, x: m(x).sum(), torch.optim.SGD, device="cpu")
+        ledger = predict_module(
+            net, torch.ones(4, 8), lambda m, x: m(x).sum(), torch.optim.SGD, device="cpu"
+        )
         assert not net.training
         return ledger.phases["forward"][ACTIVATIONS]
 

@@ -18,7 +18,14 @@ from labutils.training.records import RecordError, RunRecord, Series, Timing, lo
 from labutils.workload import data
 from tests.helpers import REPO
 
-TINY = {"name": "fp32", "steps": 3, "seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 32, "lr_warmup_steps": 1}
+TINY = {
+    "name": "fp32",
+    "steps": 3,
+    "seq_len": 16,
+    "micro_batch_size": 2,
+    "tokens_per_step": 32,
+    "lr_warmup_steps": 1,
+}
 
 
 def record(name="fp32", ms=10.0, spread=0.01, **changes):
@@ -57,7 +64,9 @@ def test_run_saves_what_it_was_and_what_it_gave(runs):
     assert loaded == run
     assert loaded.config["steps"] == 3
     assert loaded.config["model"] == "gpt2-nano"
-    assert len(loaded.series.loss) == len(loaded.series.grad_norm) == len(loaded.series.step_ms) == 3
+    assert (
+        len(loaded.series.loss) == len(loaded.series.grad_norm) == len(loaded.series.step_ms) == 3
+    )
     assert loaded.held_out[-1][0] == 3
     assert loaded.memory.peak_bytes > 16e6
     assert loaded.timing.mfu > 0 and loaded.timing.mfu_denominator
@@ -77,7 +86,8 @@ def test_equal_run_is_reused_and_rerun_forces(runs, capsys):
 
 
 @pytest.mark.parametrize(
-    "change", [{"learning_rate": 1e-5}, {"seed": 1}, {"steps": 4}, {"dropout": 0.0}, {"weight_decay": 0.0}]
+    "change",
+    [{"learning_rate": 1e-5}, {"seed": 1}, {"steps": 4}, {"dropout": 0.0}, {"weight_decay": 0.0}],
 )
 def test_different_run_is_not_reused(runs, change):
     first = tiny_run()
@@ -87,8 +97,13 @@ def test_different_run_is_not_reused(runs, change):
 
 def test_another_note_is_the_same_experiment_and_another_name_is_not(runs):
     first = tiny_run()
-    assert lab.run_experiment(lab.load_config("fp32", **TINY, note="x"), progress=False).id == first.id
-    assert lab.run_experiment(lab.load_config("fp32", **(TINY | {"name": "y"})), progress=False).id != first.id
+    assert (
+        lab.run_experiment(lab.load_config("fp32", **TINY, note="x"), progress=False).id == first.id
+    )
+    assert (
+        lab.run_experiment(lab.load_config("fp32", **(TINY | {"name": "y"})), progress=False).id
+        != first.id
+    )
 
 
 def test_repeat_is_a_run_of_its_own(runs):
@@ -138,7 +153,9 @@ def test_failed_write_keeps_the_old_file_and_cleans_up(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 2}', b"\x00\xff", b'{"version": 1, "id": 5}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"version": 2}', b"\x00\xff", b'{"version": 1, "id": 5}']
+)
 def test_damaged_record_is_a_clear_error_and_hides_no_other(runs, content):
     good = record()
     good.save()
@@ -225,11 +242,16 @@ def test_steps_column_counts_what_ran():
 
 def test_runs_of_different_times_are_pointed_out():
     late = record("bf16", created="2999-01-01T00:00:00+0000")
-    assert any("half an hour" in note for note in lab.compare([record("fp32"), late]).attrs["notes"])
+    assert any(
+        "half an hour" in note for note in lab.compare([record("fp32"), late]).attrs["notes"]
+    )
 
 
 def test_experiments_that_share_a_name_have_rows_of_their_own():
-    one, two = record("fp32", config={"seq_len": 16}), record("fp32", ms=20.0, config={"seq_len": 8})
+    one, two = (
+        record("fp32", config={"seq_len": 16}),
+        record("fp32", ms=20.0, config={"seq_len": 8}),
+    )
     table = lab.compare([one, two, record("bf16")])
     assert list(table.index) == ["fp32", f"fp32-{two.id}", "bf16"]
 

@@ -1,4 +1,6 @@
-"""Predictions of what CUDA's caching allocator takes, held against a table of what it took (allocator.csv)."""
+"""Predictions of what CUDA's caching allocator takes, held against a table of what it took
+(allocator.csv).
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,17 @@ def predicted(row: dict[str, str]) -> dict[str, int]:
 
 
 def check(rows: list[dict[str, str]]) -> None:
-    """Allocated within 0.5 %; nine of ten reserved figures within 2 %, caps within 3 %; none further off than 6 %.
+    """Allocated within 0.5 %; nine of ten reserved figures within 2 %, caps within 3 %; none
+    further off than 6 %.
 
     And never a false "fits": what is called enough completes.
     """
     found = [predicted(row) for row in rows]
     for name, most in FIGURES.items():
-        off = [abs(ours[name] / int(row[f"{name}_bytes"]) - 1) for ours, row in zip(found, rows, strict=True)]
+        off = [
+            abs(ours[name] / int(row[f"{name}_bytes"]) - 1)
+            for ours, row in zip(found, rows, strict=True)
+        ]
         assert statistics.quantiles(off, n=10)[-1] <= most and max(off) <= 0.06, name
     for ours, row in zip(found, rows, strict=True):
         assert ours["needed"] >= int(row["smallest_cap_bytes"]), row
@@ -114,7 +120,9 @@ def test_on_the_gpu_here_the_environment_and_the_system_count(monkeypatch):
 
 def test_a_card_that_fits_is_the_one_whose_needs_are_told():
     found = nano()
-    assert found.fits(found.needed_gib + 1e-6) and not found.fits(0.9 * (found.needed_gib - CONTEXT_GIB) + CONTEXT_GIB)
+    assert found.fits(found.needed_gib + 1e-6) and not found.fits(
+        0.9 * (found.needed_gib - CONTEXT_GIB) + CONTEXT_GIB
+    )
     assert found.ledger.needed_bytes == found.needed_bytes
     assert lab.needed_gib(found.ledger) == found.needed_gib
 
@@ -129,20 +137,31 @@ def test_categories_add_up_to_what_the_allocator_has_given():
 
 def test_workspaces_are_four_times_as_large_on_hopper():
     config = lab.load_config("fp32", **NANO)
-    a100, h200 = (lab.predict_memory(config, card).categories[WORKSPACES] for card in ("a100", "h200"))
+    a100, h200 = (
+        lab.predict_memory(config, card).categories[WORKSPACES] for card in ("a100", "h200")
+    )
     assert (a100, h200) == (2 * 8519680, 2 * 32 * MIB)
 
 
 def test_the_first_step_makes_what_later_ones_find():
-    """The model is moved first; parameters and optimizer state are asked for once, all else in every step."""
+    """The model is moved first; parameters and optimizer state are asked for once, all else in
+    every step.
+    """
     trace = nano().trace
     born = [n_bytes for _, n_bytes in replay.requests(trace, 2) if n_bytes]
     parameters = [storage.n_bytes for storage in trace.standing]
     assert born[: len(parameters)] == parameters
-    events = [event.storage for segment in trace.segments for event in segment.events if event.kind == BIRTH]
+    events = [
+        event.storage
+        for segment in trace.segments
+        for event in segment.events
+        if event.kind == BIRTH
+    ]
     lasting = [storage for storage in events if storage.category in LASTING and storage.n_bytes]
     passing = [storage for storage in events if storage.category not in LASTING and storage.n_bytes]
-    assert len(lasting) == 3 * len(parameters) + 2  # two moments and a step count for each; cuBLAS's workspaces
+    assert (
+        len(lasting) == 3 * len(parameters) + 2
+    )  # two moments and a step count for each; cuBLAS's workspaces
     assert len(born) == len(parameters) + len(lasting) + replay.STEPS * len(passing)
 
 
@@ -163,7 +182,10 @@ def test_a_config_with_expandable_segments_is_judged_by_them():
 
 
 def test_one_slab_of_each_size_stands_for_all(monkeypatch):
-    """Moments of 8 bits are updated slab by slab: what is traced once is what each of them asks for."""
+    """Moments of 8 bits are updated slab by slab:
+
+    What is traced once is what each of them asks for.
+    """
     monkeypatch.setattr(optimizers, "SLAB", 1 << 14)
     _trace.cache_clear()
     try:

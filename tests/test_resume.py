@@ -24,9 +24,19 @@ from labutils.training import saved_state as resuming
 from labutils.training.records import RecordError, load_record, state_files
 from tests.helpers import CPU
 
-SMALL = {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 8, "lr_warmup_steps": 2}
+SMALL = {
+    "seq_len": 16,
+    "micro_batch_size": 2,
+    "tokens_per_step": 64,
+    "steps": 8,
+    "lr_warmup_steps": 2,
+}
 SMALL |= {"dropout": 0.1, "eval_every": 3, "save_every": 2, "name": "short"}
-TINY = {"seq_len": 8, "micro_batch_size": 1, "tokens_per_step": 16}  # 16-bit products are slow on most CPUs
+TINY = {
+    "seq_len": 8,
+    "micro_batch_size": 1,
+    "tokens_per_step": 16,
+}  # 16-bit products are slow on most CPUs
 IN_BACKWARD = {
     "optimizer_in_backward": True,
     "max_grad_norm": 0,
@@ -58,14 +68,28 @@ def stop_at(monkeypatch, step):
     [
         {},
         {"precision": "bf16", **TINY},
-        {"precision": "fp16", "init_scale": 2.0**40, "growth_interval": 2, **TINY},  # overflows at first, then grows
+        {
+            "precision": "fp16",
+            "init_scale": 2.0**40,
+            "growth_interval": 2,
+            **TINY,
+        },  # overflows at first, then grows
         {"precision": "pure_bf16", "optimizer": "adamw_bf16", **TINY},
         {"precision": "pure_bf16", "optimizer": "adamw_8bit", **TINY, **IN_BACKWARD},
         {"optimizer_impl": "for_loop", **IN_BACKWARD},
         {"optimizer": "sgd", "optimizer_impl": "foreach"},
         {"gradient_checkpointing": "block", "loss_chunk_tokens": 8},
     ],
-    ids=["fp32", "bf16", "fp16", "bf16 moments", "8-bit moments", "in backward", "sgd", "recomputed"],
+    ids=[
+        "fp32",
+        "bf16",
+        "fp16",
+        "bf16 moments",
+        "8-bit moments",
+        "in backward",
+        "sgd",
+        "recomputed",
+    ],
 )
 def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
     whole = start(**changes)
@@ -81,7 +105,9 @@ def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
     assert continued.experiment == whole.experiment
     for key in ("loss", "learning_rate", "loss_scale", "skipped"):
         assert getattr(continued.series, key) == getattr(whole.series, key)
-    assert str(continued.series.grad_norm) == str(whole.series.grad_norm)  # NaN where nothing is clipped
+    assert str(continued.series.grad_norm) == str(
+        whole.series.grad_norm
+    )  # NaN where nothing is clipped
     assert continued.held_out == whole.held_out and len(whole.held_out) == 3
     assert len(continued.series.step_ms) == 8
     assert continued.epochs == whole.epochs
@@ -118,7 +144,9 @@ def test_ctrl_c_while_a_state_is_written_ends_the_run(runs, monkeypatch):
 def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
     real = learning_rate_at
     monkeypatch.setattr(
-        experiment, "learning_rate_at", lambda step, config: real(step, config) if step < 2 else math.nan
+        experiment,
+        "learning_rate_at",
+        lambda step, config: real(step, config) if step < 2 else math.nan,
     )
     assert start().outcome == "non_finite"
     assert resuming.read_header(state_files()[0]).step == 2
@@ -157,19 +185,26 @@ def test_the_furthest_of_several_states_is_taken(runs, monkeypatch, capsys):
         monkeypatch.undo()
         monkeypatch.setenv("LABUTILS_RUNS", str(runs))
     printed = capsys.readouterr().out
-    assert all(f"continue with: python -m labutils run {path.name}\n" in printed for path in state_files())
+    assert all(
+        f"continue with: python -m labutils run {path.name}\n" in printed for path in state_files()
+    )
     assert "state after step 6 is saved" in printed and "state after step 2 is saved" in printed
     assert len(state_files()) == 2
     stop_at(monkeypatch, 7)
     start(resume=True, save_every=1)
-    assert sorted(resuming.read_header(path).step for path in state_files()) == [2, 7]  # 7 in place of 6
+    assert sorted(resuming.read_header(path).step for path in state_files()) == [
+        2,
+        7,
+    ]  # 7 in place of 6
     monkeypatch.undo()
     monkeypatch.setenv("LABUTILS_RUNS", str(runs))
     assert start(resume=True).environment["resumed"] == "after step 7"
     assert state_files() == []  # the experiment is complete
 
 
-def test_an_unfinished_run_is_listed_with_the_command_that_continues_it(state, capsys, monkeypatch, tmp_path):
+def test_an_unfinished_run_is_listed_with_the_command_that_continues_it(
+    state, capsys, monkeypatch, tmp_path
+):
     assert main(["runs"]) == 0
     *_, about, line = capsys.readouterr().out.splitlines()
     assert about.startswith("unfinished, or still running: 4 of 8 steps, saved 20")
@@ -188,7 +223,10 @@ def test_a_state_is_continued_as_it_is(state, capsys, more):
 
 def test_a_state_that_is_not_there_or_renamed_is_named(state, capsys):
     assert main(["run", "other.state"]) == 1
-    assert f"no state other.state in {state.parent}; `python -m labutils runs`" in capsys.readouterr().err
+    assert (
+        f"no state other.state in {state.parent}; `python -m labutils runs`"
+        in capsys.readouterr().err
+    )
     renamed = state.rename(state.with_name(state.name.replace("short-", "long-")))
     assert main(["run", renamed.name]) == main(["runs"]) == 1
     assert capsys.readouterr().err.count("renamed: it is another run's") == 2
@@ -216,10 +254,14 @@ def state(runs, monkeypatch):
 
 
 def test_a_state_of_another_experiment_is_refused(state):
-    with pytest.raises(RecordError, match=r"is of another experiment: learning_rate was 0.002, now 0.0001\. Put"):
+    with pytest.raises(
+        RecordError, match=r"is of another experiment: learning_rate was 0.002, now 0.0001\. Put"
+    ):
         start(resume=True, learning_rate=1e-4)
     assert state.exists()
-    assert start(resume=True, save_every=0).environment["resumed"] == "after step 4"  # which changes no result
+    assert (
+        start(resume=True, save_every=0).environment["resumed"] == "after step 4"
+    )  # which changes no result
 
 
 class Payload:
@@ -267,8 +309,13 @@ def test_a_damaged_or_foreign_state_is_refused_and_runs_no_code(state, tmp_path,
         rewrite(state, content | {"parts": content["parts"] | {"model": {}}}, header)
     else:
         flipped = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
-        state.write_bytes({"empty": b"", "cut": good[:middle], "text": b'{"step": 3}'}.get(how, flipped))
-    with pytest.raises(RecordError, match=rf"^{state.name} is damaged, or no saved state \({DAMAGE[how]}.*; delete it"):
+        state.write_bytes(
+            {"empty": b"", "cut": good[:middle], "text": b'{"step": 3}'}.get(how, flipped)
+        )
+    with pytest.raises(
+        RecordError,
+        match=rf"^{state.name} is damaged, or no saved state \({DAMAGE[how]}.*; delete it",
+    ):
         start(resume=True)
     assert not marker.exists()
 
@@ -319,5 +366,7 @@ def test_too_small_a_disk_is_noticed_before_training(runs, monkeypatch):
 
 def test_several_processes_save_no_state(runs, monkeypatch):
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    with pytest.raises(lab.ConfigError, match="`save_every`: states are saved in a single process only"):
+    with pytest.raises(
+        lab.ConfigError, match="`save_every`: states are saved in a single process only"
+    ):
         start()

@@ -33,7 +33,11 @@ def test_a_model_that_does_not_fit_the_card_gives_way_to_a_smaller_one(card_of):
     assert small["model"] == "gpt2" and small["micro_batch_size"] >= 1
     assert small["tokens_per_step"] == 512 * small["micro_batch_size"]
     card_of(0.1)
-    assert lab.size_that_fits(medium) == {"model": "gpt2-nano", "micro_batch_size": 1, "tokens_per_step": 512}
+    assert lab.size_that_fits(medium) == {
+        "model": "gpt2-nano",
+        "micro_batch_size": 1,
+        "tokens_per_step": 512,
+    }
 
 
 def test_on_a_cpu_the_config_says_how_large(monkeypatch):

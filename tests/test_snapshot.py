@@ -67,7 +67,10 @@ def test_what_autograd_keeps_lives_until_backward():
 
 
 def test_an_emulated_limit_raises_and_the_recording_is_kept():
-    with pytest.raises(torch.OutOfMemoryError, match="emulated"), snapshot.record(CPU, limit_bytes=10_000) as found:
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="emulated"),
+        snapshot.record(CPU, limit_bytes=10_000) as found,
+    ):
         kept = [torch.zeros(1000) for _ in range(10)]
         assert kept
     assert sum(found.at_peak().values()) == 12_000
@@ -112,7 +115,12 @@ def test_the_allocators_own_format(tmp_path):
         {"filename": __file__, "line": 1, "name": "f"},
     ]
     trace = [
-        {"action": "free_completed", "addr": 9, "size": 512, "frames": []},  # from before the recording
+        {
+            "action": "free_completed",
+            "addr": 9,
+            "size": 512,
+            "frames": [],
+        },  # from before the recording
         {"action": "segment_alloc", "addr": 0, "size": 2**21, "frames": frames},
         {"action": "alloc", "addr": 1, "size": 512, "frames": frames},
         {"action": "alloc", "addr": 2, "size": 1024, "frames": []},
@@ -180,5 +188,9 @@ def test_free_memory_collects_cycles_and_survives_an_error_that_causes_itself(mo
 
 
 def test_a_line_typed_at_a_prompt_counts_as_ones_own():
-    frames = [(snapshot.TORCH + "x.py", 1, "x"), ("<frozen importlib>", 1, "y"), ("<ipython-input-1-ab>", 7, "f")]
+    frames = [
+        (snapshot.TORCH + "x.py", 1, "x"),
+        ("<frozen importlib>", 1, "y"),
+        ("<ipython-input-1-ab>", 7, "f"),
+    ]
     assert snapshot._own_line(frames).startswith("f")

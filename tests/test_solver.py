@@ -66,18 +66,25 @@ def test_recomputation_costs_a_third_of_the_flops_at_most():
     config = lab.load_config("fp32", model="gpt2-xl", seq_len=1024)
     assert 0.3 < time_cost(config, {"gradient_checkpointing": "block"}) < 1 / 3
     assert time_cost(config, {"loss_chunk_tokens": 512}) == 0
-    assert time_cost(config, {"micro_batch_size": 1}) > time_cost(config, {"micro_batch_size": 2}) > 0
+    assert (
+        time_cost(config, {"micro_batch_size": 1}) > time_cost(config, {"micro_batch_size": 2}) > 0
+    )
 
 
 def test_splitting_a_batch_of_one_window_may_need_more():
-    """Micro-batches of one keep the gradients of the first alive: the smallest need may be the whole batch's."""
+    """Micro-batches of one keep the gradients of the first alive:
+
+    The smallest need may be the whole batch's.
+    """
     small = {"model": "gpt2-nano", "seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
     config = lab.load_config("fp32", **small, activation="gelu_tanh", dropout=0.0)
     found = fit(config, CONTEXT_GIB)
     for size in (1, 2):
         other = config.model_copy(update=found.changes | {"micro_batch_size": size})
         assert found.needed_gib <= needed_gib(predict_memory(other))
-    assert not any("loss_chunk_tokens" in c for c in _candidates(config, "a100"))  # 64 tokens are less than a chunk
+    assert not any(
+        "loss_chunk_tokens" in c for c in _candidates(config, "a100")
+    )  # 64 tokens are less than a chunk
 
 
 def test_what_is_computed_twice_already_costs_nothing_more():
@@ -87,11 +94,14 @@ def test_what_is_computed_twice_already_costs_nothing_more():
 
 
 def test_costs_of_single_changes_add_up():
-    config = lab.load_config("fp32", model="gpt2", seq_len=512, micro_batch_size=16, tokens_per_step=8192)
+    config = lab.load_config(
+        "fp32", model="gpt2", seq_len=512, micro_batch_size=16, tokens_per_step=8192
+    )
     changes = {"gradient_checkpointing": "block", "loss_chunk_tokens": 512, "micro_batch_size": 2}
     alone = [time_cost(config, {key: value}) for key, value in changes.items()]
     assert time_cost(config, changes) == pytest.approx(sum(alone))
-    # 7 micro-batches more, 20 bytes x 124.4M parameters each, at 9.75 FLOPs a byte; 8192 tokens of 8.0e8 FLOPs
+    # 7 micro-batches more, 20 bytes x 124.4M parameters each, at 9.75 FLOPs a byte; 8192 tokens of
+    # 8.0e8 FLOPs
     assert alone[2] == pytest.approx(7 * 20 * 124.4e6 * 9.75 / (8192 * 7.97e8), rel=0.01)
 
 
@@ -101,7 +111,9 @@ def test_largest_micro_batch_fits_and_one_more_does_not():
     size = largest_micro_batch(config, budget)
 
     def asked(n: int) -> float:
-        alone = lab.load_config("bf16", model="gpt2-nano", seq_len=256, micro_batch_size=n, tokens_per_step=256 * n)
+        alone = lab.load_config(
+            "bf16", model="gpt2-nano", seq_len=256, micro_batch_size=n, tokens_per_step=256 * n
+        )
         return needed_gib(predict_memory(alone))
 
     assert asked(size) <= budget < asked(size + 1)
@@ -126,16 +138,28 @@ def test_what_changes_the_learning_comes_last_and_a_step_in_backward_only_where_
         return _candidates(config, "a100")
 
     tried = order(max_grad_norm=0.0)
-    kinds = [("optimizer_in_backward" in c, "optimizer" in c, c.get("precision") == "pure_bf16") for c in tried]
+    kinds = [
+        ("optimizer_in_backward" in c, "optimizer" in c, c.get("precision") == "pure_bf16")
+        for c in tried
+    ]
     assert kinds == sorted(kinds) and kinds[-1] == (True, True, True)
     assert all("micro_batch_size" not in c for c in tried if "optimizer_in_backward" in c)
     assert not any("optimizer_in_backward" in c for c in order(max_grad_norm=1.0))
-    assert not any("optimizer_in_backward" in c for c in order(max_grad_norm=0.0, tokens_per_step=4096))
+    assert not any(
+        "optimizer_in_backward" in c for c in order(max_grad_norm=0.0, tokens_per_step=4096)
+    )
     assert not any("optimizer" in c for c in order(optimizer="sgd"))
-    for card, inside in itertools.product(("a100", "t4"), (True, False)):  # what is proposed must be able to run
-        config = lab.load_config("fp32", **SMALL, max_grad_norm=0.0, optimizer_in_backward=inside).on("cuda")
+    for card, inside in itertools.product(
+        ("a100", "t4"), (True, False)
+    ):  # what is proposed must be able to run
+        config = lab.load_config(
+            "fp32", **SMALL, max_grad_norm=0.0, optimizer_in_backward=inside
+        ).on("cuda")
         for changes in _candidates(config, card):
-            lab.load_config("fp32", **(SMALL | {"max_grad_norm": 0.0, "optimizer_in_backward": inside} | changes))
+            lab.load_config(
+                "fp32",
+                **(SMALL | {"max_grad_norm": 0.0, "optimizer_in_backward": inside} | changes),
+            )
 
 
 def test_eight_bit_moments_are_found_where_there_are_no_fast_16_bit_products():
@@ -146,7 +170,13 @@ def test_eight_bit_moments_are_found_where_there_are_no_fast_16_bit_products():
 
 @slow
 def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
-    shape = {"model": "gpt2-xl", "seq_len": 1024, "micro_batch_size": 1, "tokens_per_step": 1024, "dropout": 0.0}
+    shape = {
+        "model": "gpt2-xl",
+        "seq_len": 1024,
+        "micro_batch_size": 1,
+        "tokens_per_step": 1024,
+        "dropout": 0.0,
+    }
     found = lab.fit(lab.load_config("fp32", **shape, max_grad_norm=0.0), 7.6, "rtx4060")
     assert found.fits(7.6)
     assert {"optimizer", "optimizer_in_backward", "gradient_checkpointing"} <= set(found.changes)
@@ -154,12 +184,17 @@ def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
 
 def test_the_smallest_gpt2_run_is_what_setup_asks_for():
     alone = lab.predict_memory(lab.load_config("fp32", micro_batch_size=1), "a100")
-    assert SMALLEST_GIB - 0.2 < needed_gib(alone) - CONTEXT_GIB <= SMALLEST_GIB  # the context is there already
+    assert (
+        SMALLEST_GIB - 0.2 < needed_gib(alone) - CONTEXT_GIB <= SMALLEST_GIB
+    )  # the context is there already
 
 
 def test_where_memory_is_short_micro_batches_shrink_and_nothing_else(monkeypatch):
     plain = lab.fitting("fp32", "bf16")
-    assert [c.name for c in plain] == ["fp32", "bf16"] and plain == [lab.load_config("fp32"), lab.load_config("bf16")]
+    assert [c.name for c in plain] == ["fp32", "bf16"] and plain == [
+        lab.load_config("fp32"),
+        lab.load_config("bf16"),
+    ]
     now = needed_gib(lab.predict_memory(plain[0], "cpu"), "cpu")
     monkeypatch.setattr(here, "free_bytes", lambda _: 0.7 * now * 2**30)
     fp32, bf16 = (config.on("cpu") for config in lab.fitting("fp32", "bf16", steps=7))

@@ -45,7 +45,14 @@ def test_accumulated_gradients_equal_full_batch(sizes):
     results = []
     for batches, accumulate in (([full], 1), (parts, 4)):
         model = two_layers()
-        record = train(model, batches, optimizer=sgd(model), steps=1, grad_accum_steps=accumulate, max_grad_norm=1e9)
+        record = train(
+            model,
+            batches,
+            optimizer=sgd(model),
+            steps=1,
+            grad_accum_steps=accumulate,
+            max_grad_norm=1e9,
+        )
         results.append((flat(model), record.series.loss[0], record.series.grad_norm[0]))
     assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
     assert results[0][1:] == pytest.approx(results[1][1:], rel=1e-5)
@@ -57,18 +64,29 @@ def test_one_seed_gives_identical_losses_twice():
         model = lab.build_model("gpt2-nano", seed=3)
         blocks, _ = lab.load_corpus().split(32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        record = lab.train(model, lab.batches(blocks, 2, 0), lab.lm_loss_sum, optimizer, steps=4, progress=False)
+        record = lab.train(
+            model, lab.batches(blocks, 2, 0), lab.lm_loss_sum, optimizer, steps=4, progress=False
+        )
         series.append(record.series.loss)
     assert series[0] == series[1]
 
 
 def test_scaling_changes_no_step_where_nothing_under_or_overflows():
-    """A power of two moves no mantissa bit, so FP16 gradients in the normal range come back exactly."""
+    """A power of two moves no mantissa bit, so FP16 gradients in the normal range come back
+    exactly.
+    """
     results = []
     for scale in (2.0**8, 2.0**11):
         model = two_layers()
         scaler = grad_scaler("fp16", CPU, init_scale=scale)
-        train(model, regression_batches(5), optimizer=sgd(model), steps=5, precision_name="fp16", scaler=scaler)
+        train(
+            model,
+            regression_batches(5),
+            optimizer=sgd(model),
+            steps=5,
+            precision_name="fp16",
+            scaler=scaler,
+        )
         results.append(flat(model))
     assert torch.equal(*results)
 
@@ -96,7 +114,13 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     huge = {key: value * 1e4 for key, value in regression_batches(1)[0].items()}
     scaler = grad_scaler("fp16", CPU, init_scale=2.0**16)
     record = train(
-        model, [huge], optimizer=sgd(model), steps=1, precision_name="fp16", scaler=scaler, max_grad_norm=1.0
+        model,
+        [huge],
+        optimizer=sgd(model),
+        steps=1,
+        precision_name="fp16",
+        scaler=scaler,
+        max_grad_norm=1.0,
     )
     assert record.series.skipped == [True]
     assert torch.equal(flat(model), before)
@@ -107,9 +131,13 @@ def test_skips_and_scales_of_a_run_are_recorded():
     model = two_layers()
     scaler = grad_scaler("fp16", CPU, init_scale=2.0**24, growth_interval=3)
     batches = regression_batches(20)
-    record = train(model, batches, optimizer=sgd(model, 1e-3), steps=20, precision_name="fp16", scaler=scaler)
+    record = train(
+        model, batches, optimizer=sgd(model, 1e-3), steps=20, precision_name="fp16", scaler=scaler
+    )
     scales = record.series.loss_scale
-    for before, after, skipped in zip(scales, [*scales[1:], scaler.get_scale()], record.series.skipped, strict=True):
+    for before, after, skipped in zip(
+        scales, [*scales[1:], scaler.get_scale()], record.series.skipped, strict=True
+    ):
         assert (after == before / 2) if skipped else after in (before, 2 * before)
     assert any(record.series.skipped) and not all(record.series.skipped)
 
@@ -129,7 +157,9 @@ def test_a_single_nan_does_not_stop_an_fp16_run():
     model = two_layers()
     good, bad = regression_batches(2)
     bad["x"] = bad["x"] * math.nan
-    record = train(model, [good, bad, good, good], optimizer=sgd(model), steps=4, precision_name="fp16")
+    record = train(
+        model, [good, bad, good, good], optimizer=sgd(model), steps=4, precision_name="fp16"
+    )
     assert record.outcome == "completed"
     assert record.series.skipped[1]
     assert flat(model).isfinite().all()
@@ -157,8 +187,18 @@ def test_batches_that_end_early_are_reported():
 
 def test_held_out_loss_is_taken_without_dropout_and_training_goes_on():
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    held_out = [*regression_batches(1, size=9, seed=9), *regression_batches(1, size=3, seed=8)]  # no mean of means
-    record = train(model, regression_batches(4), optimizer=sgd(model, 1e-9), steps=4, held_out=held_out, eval_every=2)
+    held_out = [
+        *regression_batches(1, size=9, seed=9),
+        *regression_batches(1, size=3, seed=8),
+    ]  # no mean of means
+    record = train(
+        model,
+        regression_batches(4),
+        optimizer=sgd(model, 1e-9),
+        steps=4,
+        held_out=held_out,
+        eval_every=2,
+    )
     assert [step for step, _ in record.held_out] == [2, 4]
     assert record.held_out[0][1] == pytest.approx(record.held_out[1][1], rel=1e-4)
     assert model.training
@@ -190,7 +230,11 @@ def test_ctrl_c_in_the_evaluation_loses_nothing_and_leaves_training_mode():
 
     model = two_layers()
     record = train(
-        model, regression_batches(3), optimizer=sgd(model), steps=3, held_out=Interrupting(regression_batches(1))
+        model,
+        regression_batches(3),
+        optimizer=sgd(model),
+        steps=3,
+        held_out=Interrupting(regression_batches(1)),
     )
     assert (record.outcome, len(record.series.loss)) == ("interrupted", 3)
     assert model.training
@@ -198,18 +242,29 @@ def test_ctrl_c_in_the_evaluation_loses_nothing_and_leaves_training_mode():
 
 def test_training_and_evaluation_run_in_the_precision_asked_for(monkeypatch):
     model, dtypes = two_layers().eval(), []
-    model[0].register_forward_hook(lambda module, _i, out: dtypes.append((module.training, out.dtype)))
+    model[0].register_forward_hook(
+        lambda module, _i, out: dtypes.append((module.training, out.dtype))
+    )
     settings = []
     real = lab.precision.tf32
     monkeypatch.setattr(lab.precision, "tf32", lambda on: settings.append(on) or real(on))
     held_out = regression_batches(1)
-    train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="bf16", held_out=held_out)
+    train(
+        model,
+        regression_batches(1),
+        optimizer=sgd(model),
+        steps=1,
+        precision_name="bf16",
+        held_out=held_out,
+    )
     assert dtypes == [(True, torch.bfloat16), (False, torch.bfloat16)]
     assert settings == [False]
 
 
 def test_autocast_is_over_before_backward():
-    """Backward runs in the dtypes that the forward pass chose; torch advises against autocast around it."""
+    """Backward runs in the dtypes that the forward pass chose; torch advises against autocast
+    around it.
+    """
     model, inside = two_layers(), []
     model[0].weight.register_hook(lambda _: inside.append(torch.is_autocast_enabled("cpu")))
     train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="bf16")
@@ -235,17 +290,36 @@ def test_no_graph_outlives_its_micro_batch():
         return Marked.apply(squared_error_sum(model, batch))
 
     model = two_layers()
-    train(model, regression_batches(6), loss_fn=loss_fn, optimizer=sgd(model), steps=2, grad_accum_steps=3)
+    train(
+        model,
+        regression_batches(6),
+        loss_fn=loss_fn,
+        optimizer=sgd(model),
+        steps=2,
+        grad_accum_steps=3,
+    )
     assert alive == [0] * 6
 
 
 def test_scaled_and_unscaled_fp16_training_agree_where_little_underflows():
     results = []
-    for scaler in (torch.amp.GradScaler("cpu", enabled=False), grad_scaler("fp16", CPU, init_scale=2.0**8)):
+    for scaler in (
+        torch.amp.GradScaler("cpu", enabled=False),
+        grad_scaler("fp16", CPU, init_scale=2.0**8),
+    ):
         model = two_layers()
-        train(model, regression_batches(5), optimizer=sgd(model), steps=5, precision_name="fp16", scaler=scaler)
+        train(
+            model,
+            regression_batches(5),
+            optimizer=sgd(model),
+            steps=5,
+            precision_name="fp16",
+            scaler=scaler,
+        )
         results.append(flat(model))
-    assert torch.allclose(*results, atol=1e-4)  # subnormal gradients of the unscaled run keep fewer bits
+    assert torch.allclose(
+        *results, atol=1e-4
+    )  # subnormal gradients of the unscaled run keep fewer bits
 
 
 def test_records_of_plain_training_count_their_targets():
@@ -255,20 +329,28 @@ def test_records_of_plain_training_count_their_targets():
 
 
 def test_schedule_warms_up_then_falls_to_a_tenth():
-    config = lab.load_config("fp32", steps=100, lr_warmup_steps=10, learning_rate=1.0, lr_schedule="cosine")
+    config = lab.load_config(
+        "fp32", steps=100, lr_warmup_steps=10, learning_rate=1.0, lr_schedule="cosine"
+    )
     rates = [learning_rate_at(step, config) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == max(rates) == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
-    constant = lab.load_config("fp32", steps=100, lr_warmup_steps=0, learning_rate=1.0, lr_schedule="constant")
+    constant = lab.load_config(
+        "fp32", steps=100, lr_warmup_steps=0, learning_rate=1.0, lr_schedule="constant"
+    )
     assert {learning_rate_at(step, constant) for step in range(100)} == {1.0}
 
 
 def test_schedule_reaches_the_optimizer():
     model = two_layers()
     record = train(
-        model, regression_batches(3), optimizer=sgd(model), steps=3, learning_rate_at=lambda step: 0.1 * (step + 1)
+        model,
+        regression_batches(3),
+        optimizer=sgd(model),
+        steps=3,
+        learning_rate_at=lambda step: 0.1 * (step + 1),
     )
     assert record.series.learning_rate == pytest.approx([0.1, 0.2, 0.3])
 
@@ -279,7 +361,9 @@ def test_optimizer_implementations_agree(optimizer, implementation):
     weights = []
     for chosen in ("for_loop", implementation):
         model = two_layers()
-        config = lab.load_config("fp32", optimizer=optimizer, optimizer_impl=chosen, learning_rate=0.01)
+        config = lab.load_config(
+            "fp32", optimizer=optimizer, optimizer_impl=chosen, learning_rate=0.01
+        )
         train(model, regression_batches(5), optimizer=build_optimizer(model, config), steps=5)
         weights.append(flat(model))
     assert torch.allclose(*weights, atol=1e-6)
@@ -308,6 +392,10 @@ def test_running_out_of_memory_keeps_the_steps_so_far(full_at):
             train(model, batches(), optimizer=sgd(model), steps=6)
         return
     record = train(model, batches(), optimizer=sgd(model), steps=6)
-    assert (record.outcome, len(record.series.loss), len(record.series.step_ms)) == ("out_of_memory", 3, 3)
+    assert (record.outcome, len(record.series.loss), len(record.series.step_ms)) == (
+        "out_of_memory",
+        3,
+        3,
+    )
     assert record.reason == "after 3 of 6 steps: asked for 1,048,576.00 GiB more"
     assert all(p.grad is None for p in model.parameters())

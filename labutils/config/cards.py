@@ -1,10 +1,14 @@
-"""GPUs that predictions can be made for: their memory, and what decides which kernels run on them."""
+"""GPUs that predictions can be made for:
+
+Their memory, and what decides which kernels run on them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-CONTEXT_GIB = 0.5  # assumed: what a process takes on the card before its first tensor, driver and library code
+# assumed: what a process takes on the card before its first tensor, driver and library code
+CONTEXT_GIB = 0.5
 
 
 @dataclass(frozen=True)
@@ -17,12 +21,16 @@ class Gpu:
 
     @property
     def flash(self) -> bool:
-        """Whether flash attention exists for 16 bits: since Ampere; else it is the memory-efficient kernel."""
+        """Whether flash attention exists for 16 bits:
+
+        Since Ampere; else it is the memory-efficient kernel.
+        """
         return self.capability >= (8, 0)
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """What each cuBLAS handle keeps while the process lives (CublasHandlePool.cpp, parseChosenWorkspaceSize).
+        """What each cuBLAS handle keeps while the process lives (CublasHandlePool.cpp,
+        parseChosenWorkspaceSize).
 
         One handle belongs to the thread that runs forward, one to autograd's.
         """
@@ -43,11 +51,14 @@ class Card:
 
     @property
     def flash(self) -> bool:
-        """Whether 16-bit attention runs without (T, T) matrices in flash attention, or a kernel that keeps the same."""
+        """Whether 16-bit attention runs without (T, T) matrices in flash attention, or a kernel
+        that keeps the same.
+        """
         return self.gpu.flash
 
 
-# Memory as torch sees it, about; streaming multiprocessors and threads from NVIDIA's datasheets and CUDA guide
+# Memory as torch sees it, about; streaming multiprocessors and threads from NVIDIA's datasheets and
+# CUDA guide
 CARDS = {
     "t4": Card(14.6, Gpu((7, 5), 40, 1024)),
     "rtx4060": Card(7.6, Gpu((8, 9), 24, 1536)),

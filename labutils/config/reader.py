@@ -25,23 +25,37 @@ MAX_FILE_BYTES = 64 * 1024  # a config is one screen; anything larger is some ot
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2 numbers and booleans: 6e-4 and 1_024 are numbers, yes is text."""
+    """PyYAML's safe loader with YAML 1.2 numbers and booleans:
+
+    6e-4 and 1_024 are numbers, yes is text.
+    """
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag.rsplit(":", 1)[1] not in ("bool", "int", "float")]
+    first: [
+        (tag, regexp)
+        for tag, regexp in resolvers
+        if tag.rsplit(":", 1)[1] not in ("bool", "int", "float")
+    ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _pattern, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("int", r"^[-+]?[0-9][0-9_]*$", "-+0123456789"),
-    ("float", r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$", "-+0123456789."),
+    (
+        "float",
+        r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$",
+        "-+0123456789.",
+    ),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
-    """Return a YAML scalar as int, float, bool, None or str. Raises ValueError if its text does not fit its tag."""
+    """Return a YAML scalar as int, float, bool, None or str.
+
+    Raises ValueError if its text does not fit its tag.
+    """
     kind = node.tag.rsplit(":", 1)[-1]
     if kind == "int":
         return int(node.value.replace("_", ""))
@@ -58,7 +72,9 @@ class _Source:
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.marks: dict[tuple[str, ...], tuple[yaml.Mark, yaml.Mark]] = {}  # of each key, and of its value
+        self.marks: dict[
+            tuple[str, ...], tuple[yaml.Mark, yaml.Mark]
+        ] = {}  # of each key, and of its value
         self.errors: dict[tuple[str, str], tuple[int, int, str]] = {}
 
     def add(self, mark: yaml.Mark | None, message: str, key: str = "") -> None:
@@ -67,7 +83,9 @@ class _Source:
         at = f":{line}:{column}" if mark else ""
         self.errors.setdefault((key, message), (line, column, f"{self.label}{at}: {message}"))
 
-    def add_for(self, key: str, message: str, *, at_value: bool = True, under: tuple[str, ...] = ()) -> None:
+    def add_for(
+        self, key: str, message: str, *, at_value: bool = True, under: tuple[str, ...] = ()
+    ) -> None:
         """Note a mistake where `key` stands, looking under `under` first."""
         marks = self.marks.get((*under, key)) or self.marks.get((key,)) or (None, None)
         self.add(marks[at_value], message, key)
@@ -91,7 +109,8 @@ def _read(path: Path, source: _Source) -> yaml.Node | None:
     else:
         if len(raw) > MAX_FILE_BYTES:
             source.add(
-                None, f"is larger than {MAX_FILE_BYTES // 1024} KiB; a config is one screen of `key: value` lines"
+                None,
+                f"is larger than {MAX_FILE_BYTES // 1024} KiB; a config is one screen of `key: value` lines",
             )
         else:
             return _compose(raw, source)
@@ -108,7 +127,9 @@ _YAML_HELP = {
 def _compose(raw: bytes, source: _Source) -> yaml.Node | None:
     try:
         text = raw.decode("utf-8-sig")
-        if text.count("[") + text.count("{") > MAX_BRACKETS:  # PyYAML takes a square of their number
+        if (
+            text.count("[") + text.count("{") > MAX_BRACKETS
+        ):  # PyYAML takes a square of their number
             source.add(None, "has hundreds of brackets; a config is lines of `key: value`")
             return None
         documents = list(yaml.compose_all(text, _Loader))
@@ -117,21 +138,32 @@ def _compose(raw: bytes, source: _Source) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         help_text = next((text for part, text in _YAML_HELP.items() if part in error.problem), "")
         mark = error.context_mark if "could not find" in error.problem else error.problem_mark
-        source.add(mark or error.problem_mark, f"not YAML: {error.problem}. Expected lines of `key: value`{help_text}")
+        source.add(
+            mark or error.problem_mark,
+            f"not YAML: {error.problem}. Expected lines of `key: value`{help_text}",
+        )
     except (yaml.YAMLError, RecursionError) as error:
         source.add(None, f"not YAML: {str(error).splitlines()[0]}")
     else:
         if len(documents) > 1:
-            source.add(documents[1].start_mark, "a second YAML document; keep one experiment per file, without `---`")
+            source.add(
+                documents[1].start_mark,
+                "a second YAML document; keep one experiment per file, without `---`",
+            )
         elif not documents or documents[0].tag == "tag:yaml.org,2002:null":
-            source.add(None, "is empty; copy one of the files in configs/, or run `python -m labutils new NAME`")
+            source.add(
+                None,
+                "is empty; copy one of the files in configs/, or run `python -m labutils new NAME`",
+            )
         else:
             return documents[0]
     return None
 
 
 def _mapping(node: yaml.Node, source: _Source, prefix: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return {key: value} of a flat YAML mapping; report duplicates and everything that is not `key: value`."""
+    """Return {key: value} of a flat YAML mapping; report duplicates and everything that is not
+    `key: value`.
+    """
     if not isinstance(node, yaml.MappingNode):
         source.add(node.start_mark, "expected lines of `key: value`")
         return {}
@@ -146,11 +178,16 @@ def _mapping(node: yaml.Node, source: _Source, prefix: tuple[str, ...] = ()) -> 
             try:
                 found[key] = _scalar(value_node)
             except (ValueError, KeyError):
-                source.add(value_node.start_mark, f"`{key}`: cannot read {value_node.value[:40]!r} as {value_node.tag}")
+                source.add(
+                    value_node.start_mark,
+                    f"`{key}`: cannot read {value_node.value[:40]!r} as {value_node.tag}",
+                )
         elif key == "when_cpu" and not prefix:
             found[key] = _mapping(value_node, source, (key,))
         elif key in KEYS:
-            source.add(value_node.start_mark, f"`{key}`: expected one value, not a list or a nested block")
+            source.add(
+                value_node.start_mark, f"`{key}`: expected one value, not a list or a nested block"
+            )
         else:
             source.add(key_node.start_mark, _unknown(key))
     return found
@@ -193,7 +230,9 @@ def _field_errors(values: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _validate(values: dict[str, Any], source: _Source, under: tuple[str, ...] = ()) -> None:
-    """Report every mistake in a config's `values`; their positions are looked up under `under` first."""
+    """Report every mistake in a config's `values`; their positions are looked up under `under`
+    first.
+    """
     errors = _field_errors(values)
     for key, error in errors:
         if error["type"] == "extra_forbidden":
@@ -201,7 +240,11 @@ def _validate(values: dict[str, Any], source: _Source, under: tuple[str, ...] = 
         elif error["type"] != "missing":
             source.add_for(key, _expected(key, error), under=under)
         elif (key,) not in source.marks:
-            source.add(None, f"missing key `{key}`; a config is complete (see configs/fp32_config.yaml)", key)
+            source.add(
+                None,
+                f"missing key `{key}`; a config is complete (see configs/fp32_config.yaml)",
+                key,
+            )
     bad = {key for key, _ in errors}
     where = " (on a CPU, with what `when_cpu` sets)" if under else ""
     for key, text in _contradictions({k: v for k, v in values.items() if k not in bad}):
@@ -223,7 +266,11 @@ def parse_overrides(pairs: Iterable[str]) -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         try:
             node = yaml.compose(text, _Loader)
-            if not equals or not isinstance(node, yaml.ScalarNode) or node.end_mark.index != len(text.rstrip()):
+            if (
+                not equals
+                or not isinstance(node, yaml.ScalarNode)
+                or node.end_mark.index != len(text.rstrip())
+            ):
                 raise ValueError(pair)
             values[key.strip()] = _scalar(node)
         except (yaml.YAMLError, ValueError, KeyError, RecursionError):
@@ -233,9 +280,15 @@ def parse_overrides(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def find_config(name: str | os.PathLike[str]) -> Path:
-    """Return the file meant by a path, by "bf16" (configs/bf16_config.yaml) or by "mine" (configs/my_mine.yaml)."""
+    """Return the file meant by a path, by "bf16" (configs/bf16_config.yaml) or by "mine"
+    (configs/my_mine.yaml).
+    """
     path = Path(name)
-    named = [CONFIGS_DIR / f"{name}_config.yaml", CONFIGS_DIR / f"my_{name}.yaml", CONFIGS_DIR / f"{name}.yaml"]
+    named = [
+        CONFIGS_DIR / f"{name}_config.yaml",
+        CONFIGS_DIR / f"my_{name}.yaml",
+        CONFIGS_DIR / f"{name}.yaml",
+    ]
     from_root = [CONFIGS_DIR.parent / path, CONFIGS_DIR / path]
     candidates = [*named, path] if path.parent == Path() and not path.suffix else [path, *from_root]
     return next((p for p in candidates if p.is_file()), path)
@@ -245,8 +298,8 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     """Read, check and return the experiment in a YAML file; keyword arguments override its values.
 
     `path` may be a short name ("bf16" is configs/bf16_config.yaml). The main part and `when_cpu` are both checked.
-    With overrides and no `name` among them, name and note tell what was overridden, so that no two experiments share
-    a name. Raises ConfigError with one `file:line:column` line for each mistake.
+    With overrides and no `name` among them, name and note tell what was overridden, so that no two
+    experiments share a name. Raises ConfigError with one `file:line:column` line for each mistake.
     """
     path = find_config(path)
     source = _Source(_shown(path))
@@ -258,7 +311,9 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
         source.add_for("when_cpu", "`when_cpu`: expected indented lines of `key: value`")
     when_cpu = when_cpu if isinstance(when_cpu, dict) else {}
     for key in {"when_cpu", "name"} & set(when_cpu):
-        source.add_for(key, f"`{key}` cannot stand under `when_cpu`", at_value=False, under=("when_cpu",))
+        source.add_for(
+            key, f"`{key}` cannot stand under `when_cpu`", at_value=False, under=("when_cpu",)
+        )
     if values.pop("overrides", source) is not source:
         source.add_for("overrides", _unknown("overrides"), at_value=False)
     for part, under in ((values, ()), (when_cpu, ("when_cpu",))):
@@ -278,23 +333,31 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     if with_gpu.errors and (on_cpu.errors or _field_errors(values | overrides)):
         with_gpu.raise_if_any()  # what fits one of the two devices is judged when it runs, by `on`
     unsaid = ("note", "save_every")  # they change no result
-    said = {key: f"{key}={_in_a_name(value)}" for key, value in overrides.items() if key not in unsaid}
+    said = {
+        key: f"{key}={_in_a_name(value)}" for key, value in overrides.items() if key not in unsaid
+    }
     texts = {}
     if "name" not in overrides and said:
         name = "+".join([values["name"], *said.values()])
         short = hashlib.sha256(name.encode()).hexdigest()[:6]
         texts["name"] = name if len(name) <= 60 else f"{values['name']}+{short}"
     if "note" not in overrides and said:
-        texts["note"] = f"{values['name']} with " + ", ".join(text for key, text in said.items() if key != "name")
+        texts["note"] = f"{values['name']} with " + ", ".join(
+            text for key, text in said.items() if key != "name"
+        )
     instead_of = {key: values.get(key, Config.model_fields[key].default) for key in overrides}
-    return Config.model_validate(values | texts | overrides | {"when_cpu": when_cpu, "overrides": instead_of})
+    return Config.model_validate(
+        values | texts | overrides | {"when_cpu": when_cpu, "overrides": instead_of}
+    )
 
 
 def _in_a_name(value: Any) -> str:
     return re.sub(r"[^\w.-]", "_", Path(value).name if isinstance(value, str) else f"{value}")
 
 
-def _resolve_corpus(values: dict[str, Any], base: Path, source: _Source, under: tuple[str, ...] = ()) -> None:
+def _resolve_corpus(
+    values: dict[str, Any], base: Path, source: _Source, under: tuple[str, ...] = ()
+) -> None:
     """Make a corpus path absolute, relative to `base`; report one that does not exist."""
     corpus = values.get("corpus")
     if isinstance(corpus, str) and corpus not in ("", "stdlib"):

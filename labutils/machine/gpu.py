@@ -19,14 +19,16 @@ INSTALL_CUDA_TORCH = (
     f"{Path(sys.executable).name} -m pip install --force-reinstall torch==2.13.0  "
     "(or the command that pytorch.org/get-started/locally gives for your system)"
 )
-SMALLEST_GIB = (
-    3.0  # GPT-2 124M in float32, one sequence of 512 at a time, with a tenth for fragmentation: by the ledger
-)
+# GPT-2 124M in float32, one sequence of 512 at a time, with a tenth for fragmentation: by the
+# ledger
+SMALLEST_GIB = 3.0
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What decides whether an NVIDIA card can be used; gathered by `gpu_facts`, judged by `diagnose`."""
+    """What decides whether an NVIDIA card can be used; gathered by `gpu_facts`, judged by
+    `diagnose`.
+    """
 
     cards: tuple[str, ...]  # names that the driver lists, whether or not torch can use them
     torch_cuda: str | None  # the CUDA version torch was built for; None for a CPU build
@@ -39,7 +41,10 @@ class GpuFacts:
 
 
 def gpu_facts() -> GpuFacts:
-    """Ask the driver (nvidia-smi) and torch. Starts no training and allocates no tensor on the card."""
+    """Ask the driver (nvidia-smi) and torch.
+
+    Starts no training and allocates no tensor on the card.
+    """
     error = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own warnings; `diagnose` says it with the mend
@@ -73,7 +78,9 @@ def _free_gib() -> float:
 
 
 def nvidia_smi(field: str) -> tuple[str, ...]:
-    """Return one field of each card; nothing where there is no driver or it does not answer in ten seconds."""
+    """Return one field of each card; nothing where there is no driver or it does not answer in ten
+    seconds.
+    """
     program = shutil.which("nvidia-smi")
     if not program:
         return ()
@@ -82,11 +89,17 @@ def nvidia_smi(field: str) -> tuple[str, ...]:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip()) if answer.returncode == 0 else ()
+    return (
+        tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())
+        if answer.returncode == 0
+        else ()
+    )
 
 
 def diagnose(facts: GpuFacts) -> str | None:
-    """Return why a card that is present cannot be used, and the command that mends it; None if there is no problem."""
+    """Return why a card that is present cannot be used, and the command that mends it; None if
+    there is no problem.
+    """
     if facts.usable:
         return _unsupported_architecture(facts) or _too_full(facts)
     if not facts.cards or facts.hidden:
@@ -112,13 +125,19 @@ def _too_full(facts: GpuFacts) -> str | None:
 
 
 def _unsupported_architecture(facts: GpuFacts) -> str | None:
-    """A card runs machine code of its own major version up to its minor one, or later-compiled PTX of any older one."""
-    if any(arch.startswith("gfx") for arch in facts.arch_list):  # AMD, under ROCm: torch checks for itself
+    """A card runs machine code of its own major version up to its minor one, or later-compiled PTX
+    of any older one.
+    """
+    if any(
+        arch.startswith("gfx") for arch in facts.arch_list
+    ):  # AMD, under ROCm: torch checks for itself
         return None
     major, minor = facts.capability
     binaries = [_arch(a) for a in facts.arch_list if a.startswith("sm_")]
     ptx = [_arch(a) for a in facts.arch_list if a.startswith("compute_")]
-    if any(m == major and n <= minor for m, n in binaries) or any(arch <= (major, minor) for arch in ptx):
+    if any(m == major and n <= minor for m, n in binaries) or any(
+        arch <= (major, minor) for arch in ptx
+    ):
         return None
     return (
         f"{facts.cards[0] if facts.cards else 'The GPU'} has compute capability {major}.{minor}; this torch has code "
@@ -139,7 +158,8 @@ def choose_device() -> torch.device:
 
 
 def card_named(device: str) -> Card:
-    """Return a card of CARDS, or for "this" the one in this machine with the memory that is free now.
+    """Return a card of CARDS, or for "this" the one in this machine with the memory that is free
+    now.
 
     Raises KeyError for another name, RuntimeError for "this" without a CUDA GPU.
     """
@@ -149,5 +169,9 @@ def card_named(device: str) -> Card:
         raise RuntimeError('there is no CUDA GPU here; device="cpu" predicts this machine')
     free_bytes, _ = torch.cuda.mem_get_info()
     facts = torch.cuda.get_device_properties()
-    gpu = Gpu((facts.major, facts.minor), facts.multi_processor_count, facts.max_threads_per_multi_processor)
+    gpu = Gpu(
+        (facts.major, facts.minor),
+        facts.multi_processor_count,
+        facts.max_threads_per_multi_processor,
+    )
     return Card(free_bytes / 2**30, gpu)

@@ -16,7 +16,10 @@ from labutils.memory.device_memory import MALLOC
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes new tensors can have: on CUDA what the card has free and what torch holds unused."""
+    """Return how many bytes new tensors can have:
+
+    On CUDA what the card has free and what torch holds unused.
+    """
     if device.type != "cuda":
         return free_host_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -24,14 +27,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the processor's or the card's product name, with the CPU's instruction set as torch uses it."""
+    """Return the processor's or the card's product name, with the CPU's instruction set as torch
+    uses it.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()} ({torch.get_num_threads()} threads, {cpu_capability()})"
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return what a record says about the machine: device, driver and library versions, all as text."""
+    """Return what a record says about the machine:
+
+    Device, driver and library versions, all as text.
+    """
     facts = {
         "device": device_name(device),
         "device_type": device.type,
@@ -53,13 +61,15 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, n: int, repeats: int = 5) -> float:
-    """Return the FLOP/s of an n×n by n×n product, 2n³ operations: the best of `repeats` after one warm-up.
+    """Return the FLOP/s of an n×n by n×n product, 2n³ operations: the best of `repeats` after one
+    warm-up.
 
-    On CUDA ten products are timed together with events, so that launch overhead does not count. On a CPU one thread is
-    timed, by its processor time, and its rate is multiplied by the number of torch's threads. That is an upper bound:
-    threads that share a core or a small product reach less. The clock would tell what all of them reach, but while
-    other programs compute, threads wait for each other, and it errs by factors of 100. The numbers are random (zeros
-    are faster) and drawn apart from torch's global generator: probing changes no training.
+    On CUDA ten products are timed together with events, so that launch overhead does not count. On
+    a CPU one thread is timed, by its processor time, and its rate is multiplied by the number of
+    torch's threads. That is an upper bound: threads that share a core or a small product reach
+    less. The clock would tell what all of them reach, but while other programs compute, threads
+    wait for each other, and it errs by factors of 100. The numbers are random (zeros are faster)
+    and drawn apart from torch's global generator: probing changes no training.
     """
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
@@ -83,7 +93,10 @@ def _one_threads_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _processor_seconds() -> float:
-    """Return this thread's processor time. Windows counts it in steps of 16 ms, so there it is the clock's time."""
+    """Return this thread's processor time.
+
+    Windows counts it in steps of 16 ms, so there it is the clock's time.
+    """
     return time.perf_counter() if sys.platform == "win32" else time.thread_time()
 
 

@@ -30,7 +30,9 @@ from labutils.memory.tensors import optimizer_tensors, tensor_bytes
 
 
 class CpuRecorder:
-    """Sums the profiler's allocation events; a gradient is recognised by the address it ended up at."""
+    """Sums the profiler's allocation events; a gradient is recognised by the address it ended up
+    at.
+    """
 
     CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES)
 
@@ -52,13 +54,23 @@ class CpuRecorder:
             self.span.__exit__(None, None, None)
 
     def report(self) -> MemoryLedger:
-        gradients = {p.grad.untyped_storage().data_ptr() for p in self.model.parameters() if p.grad is not None}
+        gradients = {
+            p.grad.untyped_storage().data_ptr()
+            for p in self.model.parameters()
+            if p.grad is not None
+        }
         now = np.zeros(len(self.CATEGORIES), dtype=np.int64)
-        now[self.CATEGORIES.index(PARAMETERS)] = tensor_bytes([*self.model.parameters(), *self.model.buffers()])
+        now[self.CATEGORIES.index(PARAMETERS)] = tensor_bytes(
+            [*self.model.parameters(), *self.model.buffers()]
+        )
         now[self.CATEGORIES.index(OPTIMIZER)] = tensor_bytes(optimizer_tensors(self.optimizer))
         events = sorted(_trace_events(self.profile), key=lambda event: event["ts"])
-        allocations = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
-        last_born = {e["args"]["Addr"]: i for i, e in enumerate(allocations) if e["args"]["Bytes"] > 0}
+        allocations = [
+            e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0
+        ]
+        last_born = {
+            e["args"]["Addr"]: i for i, e in enumerate(allocations) if e["args"]["Bytes"] > 0
+        }
         gradient_births = {last_born[address] for address in gradients if address in last_born}
         at_address: dict[int, int] = {}  # the category of what lives there
         rows: list[tuple[str, list[int], list[np.ndarray]]] = []
@@ -70,7 +82,9 @@ class CpuRecorder:
                 address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
                 if n_bytes > 0:
                     born_in = BORN_IN.get(rows[-1][0], TEMPORARIES) if rows else TEMPORARIES
-                    at_address[address] = self.CATEGORIES.index(GRADIENTS if i in gradient_births else born_in)
+                    at_address[address] = self.CATEGORIES.index(
+                        GRADIENTS if i in gradient_births else born_in
+                    )
                 if address in at_address:  # else it was there before, and is in no category
                     now[at_address[address]] += n_bytes
                 i += 1
@@ -91,9 +105,12 @@ class CpuRecorder:
 def allocation_profile() -> Iterator[torch.profiler.profile]:
     """Record the CPU allocator's events inside; read them when it has ended."""
     with warnings.catch_warnings():
-        # torch 2.11 says that events of several cycles need acc_events=True; here is one, and parsing them takes longer
+        # torch 2.11 says that events of several cycles need acc_events=True; here is one, and
+        # parsing them takes longer
         warnings.filterwarnings("ignore", message=r"(?s).*acc_events")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
             yield profile
 
 
@@ -106,10 +123,11 @@ class Peak:
 
 @contextmanager
 def peak_allocated(device: torch.device) -> Iterator[Peak]:
-    """Measure the largest number of bytes allocated at once inside, in tensors that are there before included.
+    """Measure the largest number of bytes allocated at once inside, in tensors that are there
+    before included.
 
-    On a CPU these are the floating-point tensors alive at the start plus the highest rise of the allocator's events,
-    and what runs inside is slowed down; on CUDA the peak statistics are reset.
+    On a CPU these are the floating-point tensors alive at the start plus the highest rise of the
+    allocator's events, and what runs inside is slowed down; on CUDA the peak statistics are reset.
     """
     found = Peak()
     if device.type == "cuda":
@@ -126,9 +144,15 @@ def peak_allocated(device: torch.device) -> Iterator[Peak]:
 
 
 def highest_rise(profile: torch.profiler.profile) -> int:
-    """Return how far the bytes in CPU tensors rose above those at the start of a profile with `profile_memory=True`."""
+    """Return how far the bytes in CPU tensors rose above those at the start of a profile with
+    `profile_memory=True`.
+    """
     events = sorted(_trace_events(profile), key=lambda event: event["ts"])
-    changes = [e["args"]["Bytes"] for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
+    changes = [
+        e["args"]["Bytes"]
+        for e in events
+        if e["name"] == "[memory]" and e["args"]["Device Type"] == 0
+    ]
     return int(np.cumsum([0, *changes]).max())
 
 
@@ -137,4 +161,8 @@ def _trace_events(profile: torch.profiler.profile) -> list[dict]:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return [e for e in events if e.get("name") == "[memory]" or str(e.get("name", "")).startswith("phase: ")]
+    return [
+        e
+        for e in events
+        if e.get("name") == "[memory]" or str(e.get("name", "")).startswith("phase: ")
+    ]

@@ -27,16 +27,29 @@ from labutils.memory.tensors import optimizer_tensors, tensor_bytes
 
 
 class CudaRecorder:
-    """Reads the allocator's peak after each phase; in backward also whenever a gradient is finished."""
+    """Reads the allocator's peak after each phase; in backward also whenever a gradient is
+    finished.
+    """
 
-    CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES, REST, WORKSPACES)
+    CATEGORIES = (
+        PARAMETERS,
+        GRADIENTS,
+        OPTIMIZER,
+        ACTIVATIONS,
+        LOGITS,
+        TEMPORARIES,
+        REST,
+        WORKSPACES,
+    )
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.workspaces = model, optimizer, cublas_bytes()
         self.phases: dict[str, dict[str, int]] = {}
         self.segments: list[tuple[str, list, list]] = []
         self.n_looks = self.activations = 0
-        self.others = torch.cuda.memory_allocated() - sum(self._known().values())  # of other code in this process
+        self.others = torch.cuda.memory_allocated() - sum(
+            self._known().values()
+        )  # of other code in this process
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -53,7 +66,9 @@ class CudaRecorder:
         if phase == "forward":
             self.activations = 0
         if phase == "loss":
-            self.activations = torch.cuda.memory_allocated() - self.others - sum(self._known().values())
+            self.activations = (
+                torch.cuda.memory_allocated() - self.others - sum(self._known().values())
+            )
         torch.cuda.reset_peak_memory_stats()
         self.segments.append((phase, [], []))
         self._look()
@@ -64,7 +79,9 @@ class CudaRecorder:
             self._look()
 
     def _look(self, *_: Any) -> None:
-        """Note what is allocated, and keep the categories if the allocator's peak has grown since the last look."""
+        """Note what is allocated, and keep the categories if the allocator's peak has grown since
+        the last look.
+        """
         phase, at, alive = self.segments[-1]
         at.append(self.n_looks)
         alive.append(list(self._categories(phase, torch.cuda.memory_allocated()).values()))
@@ -79,13 +96,17 @@ class CudaRecorder:
         if phase == "loss":
             found[ACTIVATIONS] = self.activations
             rest -= self.activations
-        found[{"forward": ACTIVATIONS, "loss": LOGITS, "backward": REST}.get(phase, TEMPORARIES)] = rest
+        found[
+            {"forward": ACTIVATIONS, "loss": LOGITS, "backward": REST}.get(phase, TEMPORARIES)
+        ] = rest
         return found
 
     def _known(self) -> dict[str, int]:
         return {
             PARAMETERS: tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
-            GRADIENTS: tensor_bytes([p.grad for p in self.model.parameters() if p.grad is not None]),
+            GRADIENTS: tensor_bytes(
+                [p.grad for p in self.model.parameters() if p.grad is not None]
+            ),
             OPTIMIZER: tensor_bytes([t for t in optimizer_tensors(self.optimizer) if t.is_cuda]),
             WORKSPACES: self.workspaces,
         }
@@ -95,5 +116,7 @@ class CudaRecorder:
             phases=self.phases,
             method="CUDA allocator statistics (max_memory_allocated)",
             reserved_bytes=torch.cuda.max_memory_reserved(),
-            timeline=thinned([(phase, np.array(at), np.array(alive)) for phase, at, alive in self.segments]),
+            timeline=thinned(
+                [(phase, np.array(at), np.array(alive)) for phase, at, alive in self.segments]
+            ),
         )

@@ -18,7 +18,9 @@ from torch import nn
 
 from labutils.memory.tensors import tensor_bytes
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop messages are not for students
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "99"
+)  # the profiler's start and stop messages are not for students
 MALLOC, MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", 2**18  # bytes; see `return_freed_blocks`
 
 
@@ -30,13 +32,18 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def return_freed_blocks(on: bool = True) -> bool:
-    """Let this process, and those it starts, give freed blocks of at least MMAP_THRESHOLD bytes back at once, or not.
+    """Let this process, and those it starts, give freed blocks of at least MMAP_THRESHOLD bytes
+    back at once, or not.
 
-    Return whether that was done: only glibc can. Left alone it keeps many for later: a GPT-2 step whose tensors
-    take 2.14 GiB made its process grow by 3.26 GiB, so by 2.24; its time grew by a third (on two AVX-512 cores; small
-    GPT-2's doubled). MALLOC is glibc's own name for this in the environment.
+    Return whether that was done: only glibc can. Left alone it keeps many for later: a GPT-2 step
+    whose tensors take 2.14 GiB made its process grow by 3.26 GiB, so by 2.24; its time grew by a
+    third (on two AVX-512 cores; small GPT-2's doubled). MALLOC is glibc's own name for this in the
+    environment.
     """
-    m_mmap_threshold, threshold = -3, MMAP_THRESHOLD if on else 2**25  # of malloc.h; what glibc comes to by itself
+    m_mmap_threshold, threshold = (
+        -3,
+        MMAP_THRESHOLD if on else 2**25,
+    )  # of malloc.h; what glibc comes to by itself
     done = (libc := _libc()) is not None and libc.mallopt(m_mmap_threshold, threshold) == 1
     if done:
         os.environ.pop(MALLOC, None)
@@ -46,11 +53,13 @@ def return_freed_blocks(on: bool = True) -> bool:
 
 
 def free_memory() -> None:
-    """Let go of the last error's frames, collect garbage, return cached blocks, reset peak statistics: in this order.
+    """Let go of the last error's frames, collect garbage, return cached blocks, reset peak
+    statistics: in this order.
 
-    The traceback of an error keeps the local variables of every function it has passed, tensors among them; IPython
-    keeps the traceback until the next error. (So `%debug` finds no variables after this.) Were peak statistics reset
-    before the garbage is collected, the new peak would start with it. On a CPU glibc gives back what it can.
+    The traceback of an error keeps the local variables of every function it has passed, tensors
+    among them; IPython keeps the traceback until the next error. (So `%debug` finds no variables
+    after this.) Were peak statistics reset before the garbage is collected, the new peak would
+    start with it. On a CPU glibc gives back what it can.
     """
     errors, seen = [getattr(sys, "last_value", None)], set()
     while errors:
@@ -72,9 +81,11 @@ def free_memory() -> None:
 
 @contextmanager
 def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
-    """Inside, CUDA's caching allocator hands out at most `gib` GiB, so that a large card behaves like a small one.
+    """Inside, CUDA's caching allocator hands out at most `gib` GiB, so that a large card behaves
+    like a small one.
 
-    The CUDA context and other processes are not limited. 0 is no limit; on a CPU nothing is limited. On Windows see
+    The CUDA context and other processes are not limited. 0 is no limit; on a CPU nothing is
+    limited. On Windows see
     `cap_to_free`.
     """
     if not gib or device.type != "cuda":
@@ -89,25 +100,29 @@ def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
 
 
 def cap_to_free(device: torch.device, gib: float = math.inf) -> None:
-    """Let CUDA's allocator have at most `gib`, and on Windows (and Linux inside it) no more than the card has free.
+    """Let CUDA's allocator have at most `gib`, and on Windows (and Linux inside it) no more than
+    the card has free.
 
-    There the driver does not refuse what is too much: it moves memory to the host, and all becomes many times slower.
-    With the cap, too much is an error as elsewhere.
+    There the driver does not refuse what is too much: it moves memory to the host, and all becomes
+    many times slower. With the cap, too much is an error as elsewhere.
     """
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
     spills = sys.platform == "win32" or "microsoft" in platform.release().lower()
     most = free + torch.cuda.memory_reserved(device) if spills else total
-    index = torch.cuda.current_device() if device.index is None else device.index  # the function takes no bare "cuda"
+    index = (
+        torch.cuda.current_device() if device.index is None else device.index
+    )  # the function takes no bare "cuda"
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total, gib * 2**30 / total), index)
 
 
 def without_expandable_segments() -> str:
-    """Return why CUDA's allocator has no expandable segments here; "" if it has. They need Linux's way to map memory.
+    """Return why CUDA's allocator has no expandable segments here; "" if it has. They need Linux's
+    way to map memory.
 
-    Windows: from torch 2.14 on (pull request 189163). Under WSL some drivers refuse them (issue 192330). On Jetson
-    boards they fail.
+    Windows: from torch 2.14 on (pull request 189163). Under WSL some drivers refuse them (issue
+    192330). On Jetson boards they fail.
     """
     if sys.platform != "linux":
         return f"not on {platform.system()} with torch {torch.__version__}"
@@ -120,7 +135,8 @@ def without_expandable_segments() -> str:
 
 @contextmanager
 def expandable_segments(on: bool, device: torch.device) -> Iterator[None]:
-    """Inside, CUDA's allocator maps memory piece by piece into segments that grow, where that exists: fewer holes.
+    """Inside, CUDA's allocator maps memory piece by piece into segments that grow, where that
+    exists: fewer holes.
 
     What PYTORCH_ALLOC_CONF says otherwise stays. Nothing happens on a CPU or if not `on`.
     """
@@ -129,17 +145,24 @@ def expandable_segments(on: bool, device: torch.device) -> Iterator[None]:
         return
     free_memory()  # what is cached is in segments of the other kind
     others = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    kept = [part for part in others.split(",") if part and not part.startswith("expandable_segments")]
+    kept = [
+        part for part in others.split(",") if part and not part.startswith("expandable_segments")
+    ]
     before = "True" if "expandable_segments:True" in others else "False"
     torch._C._accelerator_setAllocatorSettings(",".join([*kept, "expandable_segments:True"]))
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(",".join([*kept, f"expandable_segments:{before}"]))
+        torch._C._accelerator_setAllocatorSettings(
+            ",".join([*kept, f"expandable_segments:{before}"])
+        )
 
 
 def cublas_bytes() -> int:
-    """Return what cuBLAS's workspaces hold on this GPU: they are let go, and made again by a product in each thread."""
+    """Return what cuBLAS's workspaces hold on this GPU:
+
+    They are let go, and made again by a product in each thread.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     one = torch.ones(1, 1, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()
@@ -150,7 +173,10 @@ def cublas_bytes() -> int:
 
 
 def cuda_memory(device: torch.device) -> dict[str, int]:
-    """Return `allocated`, `reserved` and `peak` (allocated) bytes of a CUDA device. Raises ValueError for another."""
+    """Return `allocated`, `reserved` and `peak` (allocated) bytes of a CUDA device.
+
+    Raises ValueError for another.
+    """
     if device.type != "cuda":
         raise ValueError(f"{device} has no CUDA memory; measure_step measures a step on any device")
     return {
@@ -161,12 +187,17 @@ def cuda_memory(device: torch.device) -> dict[str, int]:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes of all tensors alive on a device: CUDA's statistics, or on a CPU its floating-point tensors.
+    """Return the bytes of all tensors alive on a device: CUDA's statistics, or on a CPU its
+    floating-point tensors.
 
     On a CPU those that only autograd holds are not found.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     gc.collect()
-    plain = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))  # no compiler's fakes
-    return tensor_bytes([tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"])
+    plain = (
+        o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)
+    )  # no compiler's fakes
+    return tensor_bytes(
+        [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
+    )

@@ -19,16 +19,23 @@ WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has an exception of its own; a CPU, drivers, cuBLAS and Triton say so in a RuntimeError's text."""
+    """CUDA has an exception of its own; a CPU, drivers, cuBLAS and Triton say so in a
+    RuntimeError's text.
+    """
     ours = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return ours or (isinstance(error, RuntimeError) and any(text in str(error) for text in WORDS))
 
 
 def short_message(error: BaseException) -> str:
-    """Return what an error says in short: what was asked for, and what was free if it tells; else its first line."""
+    """Return what an error says in short:
+
+    What was asked for, and what was free if it tells; else its first line.
+    """
     text = str(error)
     asked = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text)
-    free = re.search(r"([\d.]+ \w+ allowed);", text) or re.search(r"of which ([\d.]+ \w+) is( free)", text)
+    free = re.search(r"([\d.]+ \w+ allowed);", text) or re.search(
+        r"of which ([\d.]+ \w+) is( free)", text
+    )
     if not asked:
         return (text.splitlines() or ["out of memory"])[0]
     amount = readable_size(int(asked[1])) if asked[2] == "bytes" else " ".join(asked.groups())

@@ -14,17 +14,26 @@ FROZEN = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class MemoryLedger(BaseModel):
-    """Bytes of one optimizer step, measured or predicted: for each phase, by category at the instant of its peak."""
+    """Bytes of one optimizer step, measured or predicted:
+
+    For each phase, by category at the instant of its peak.
+    """
 
     model_config = FROZEN
 
     phases: dict[str, dict[str, int]]
     method: str
-    reserved_bytes: int | None = None  # CUDA: what the caching allocator holds, more than is allocated
+    reserved_bytes: int | None = (
+        None  # CUDA: what the caching allocator holds, more than is allocated
+    )
     reserved_expandable_bytes: int | None = None  # the same with expandable segments, predicted
-    needed_bytes: int | None = None  # of the smallest card on which it completes, context included, predicted
+    needed_bytes: int | None = (
+        None  # of the smallest card on which it completes, context included, predicted
+    )
     needed_expandable_bytes: int | None = None  # the same with expandable segments
-    timeline: list[tuple[str, list[list[int]]]] = []  # (phase, [[position, bytes by category, …], …]) in order
+    timeline: list[
+        tuple[str, list[list[int]]]
+    ] = []  # (phase, [[position, bytes by category, …], …]) in order
 
     @property
     def peak_phase(self) -> str:
@@ -43,22 +52,39 @@ class MemoryLedger(BaseModel):
 
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
-# The other categories say when a tensor was made: in the forward pass, in the loss, after it (or all three).
-ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = "activations", "cast weights", "logits and loss", "temporaries"
+# The other categories say when a tensor was made: in the forward pass, in the loss, after it (or
+# all three).
+ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = (
+    "activations",
+    "cast weights",
+    "logits and loss",
+    "temporaries",
+)
 REST = "activations and temporaries"
-WORKSPACES, ROUNDING = "library workspaces", "rounding up"  # on CUDA: what cuBLAS keeps; what blocks are too large
+WORKSPACES, ROUNDING = (
+    "library workspaces",
+    "rounding up",
+)  # on CUDA: what cuBLAS keeps; what blocks are too large
 BORN_IN = {"forward": ACTIVATIONS, "loss": LOGITS}
 TIMELINE_POINTS = 400
 
 
-def thinned(segments: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> list[tuple[str, list[list[int]]]]:
-    """Return a ledger's timeline from (phase, positions (n,), bytes by category (n, categories)) of each phase.
+def thinned(
+    segments: Sequence[tuple[str, np.ndarray, np.ndarray]],
+) -> list[tuple[str, list[list[int]]]]:
+    """Return a ledger's timeline from (phase, positions (n,), bytes by category (n, categories)) of
+    each phase.
 
     Of long phases a few hundred points stay, the peak among them.
     """
     timeline = []
     for phase, at, alive in segments:
         n = min(len(at), max(4, TIMELINE_POINTS // len(segments)))
-        rows = {*np.linspace(0, len(at) - 1, n).round().astype(int).tolist(), int(alive.sum(axis=1).argmax())}
-        timeline.append((phase, [[round(at[i]), *alive[i].round().astype(int).tolist()] for i in sorted(rows)]))
+        rows = {
+            *np.linspace(0, len(at) - 1, n).round().astype(int).tolist(),
+            int(alive.sum(axis=1).argmax()),
+        }
+        timeline.append(
+            (phase, [[round(at[i]), *alive[i].round().astype(int).tolist()] for i in sorted(rows)])
+        )
     return timeline

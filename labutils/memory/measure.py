@@ -28,14 +28,17 @@ def measure_step(
     scaler: torch.amp.GradScaler | None = None,
     max_grad_norm: float = 0.0,
 ) -> MemoryLedger:
-    """Run one optimizer step over `micro_batches` as `train` does, and return its peak bytes by phase and category.
+    """Run one optimizer step over `micro_batches` as `train` does, and return its peak bytes by
+    phase and category.
 
-    Phases: forward, loss, backward, optimizer (with unscaling and clipping). The step really updates the model; never
-    time it: instrumented steps are slow. `loss_fn` returns a sum over `count_targets(micro_batch)`; `micro_batches` are
-    already on the model's device. On a CPU every byte has a category, and the ledger a timeline. On CUDA the allocator
-    tells totals: at the peak of backward, what autograd keeps and what is temporary are one category. Of an
+    Phases: forward, loss, backward, optimizer (with unscaling and clipping). The step really
+    updates the model; never time it: instrumented steps are slow. `loss_fn` returns a sum over
+    `count_targets(micro_batch)`; `micro_batches` are already on the model's device. On a CPU every
+    byte has a category, and the ledger a timeline. On CUDA the allocator tells totals: at the peak
+    of backward, what autograd keeps and what is temporary are one category. Of an
     `optimizers.StepInBackward` the gradients, which do not outlive backward, are temporaries on a CPU.
-    Raises ValueError if the optimizer makes its state in this very step: the first step has another peak than others.
+    Raises ValueError if the optimizer makes its state in this very step: the first step has another
+    peak than others.
     """
     device = next(model.parameters()).device
     scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)

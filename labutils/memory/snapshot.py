@@ -1,7 +1,9 @@
-"""What was allocated, when and by which line: the history of one device's memory, recorded, saved, read, drawn.
+"""What was allocated, when and by which line: the history of one device's memory, recorded, saved,
+read, drawn.
 
-On CUDA the caching allocator keeps the history itself. On a CPU a dispatch mode notes each tensor that an operation
-makes, and when its memory dies; what an operation allocates and frees inside itself it does not see.
+On CUDA the caching allocator keeps the history itself. On a CPU a dispatch mode notes each tensor
+that an operation makes, and when its memory dies; what an operation allocates and frees inside
+itself it does not see.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from labutils.files import write_atomically
 
-PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # within the standard library's folder
+PACKAGES = (
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+)  # within the standard library's folder
 TORCH, PYTHON = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep
 NO_LINE = "no line of Python: another thread, backward on a GPU for one"
 MAX_EVENTS = 1_000_000
@@ -44,7 +49,10 @@ class Snapshot:
     lines: list[str] = field(default_factory=list)
 
     def alive(self) -> np.ndarray:
-        """Return bytes alive after each event, by line: `(events, lines)`; what was there before is not counted."""
+        """Return bytes alive after each event, by line:
+
+        `(events, lines)`; what was there before is not counted.
+        """
         changes = np.zeros((len(self.events), len(self.lines)), dtype=np.int64)
         for i, (_, n_bytes, line) in enumerate(self.events):
             changes[i, line] += n_bytes
@@ -56,7 +64,10 @@ class Snapshot:
         return self._by_line(alive[alive.sum(axis=1).argmax()]) if len(alive) else {}
 
     def at_end(self) -> dict[str, int]:
-        """Return {line: bytes still alive when the recording ended}, largest first: where a leak is seen."""
+        """Return {line: bytes still alive when the recording ended}, largest first:
+
+        Where a leak is seen.
+        """
         return self._by_line(self.alive()[-1]) if self.events else {}
 
     def _by_line(self, row: np.ndarray) -> dict[str, int]:
@@ -94,8 +105,8 @@ def record(device: torch.device, limit_bytes: int = 0) -> Iterator[Snapshot]:
 def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
     """Return a saved snapshot: JSON of ours, or a pickle of `torch.cuda.memory._dump_snapshot`.
 
-    A pickle may hold plain data only: one that asks for a class or a function is refused, none of its code runs.
-    Raises ValueError for a file that is neither.
+    A pickle may hold plain data only: one that asks for a class or a function is refused, none of
+    its code runs. Raises ValueError for a file that is neither.
     """
     raw = Path(path).read_bytes()
     name = Path(path).name
@@ -110,8 +121,18 @@ def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
         with Path(path).open("rb") as file:
             lines, events = _read_traces(_PlainUnpickler(file).load(), device_index)
         return Snapshot("CUDA allocator history", events, lines)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{name} is no snapshot that can be read: {type(error).__name__}: {error}") from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise ValueError(
+            f"{name} is no snapshot that can be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -121,12 +142,19 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}; a snapshot is plain data")
 
 
-def _read_traces(raw: dict[str, Any], device_index: int) -> tuple[list[str], list[tuple[int, int, int]]]:
-    """Return (lines, events) of the allocator's own format; `free_completed` is when the memory is free again."""
+def _read_traces(
+    raw: dict[str, Any], device_index: int
+) -> tuple[list[str], list[tuple[int, int, int]]]:
+    """Return (lines, events) of the allocator's own format; `free_completed` is when the memory is
+    free again.
+    """
     lines: dict[str, int] = {}
     events, alive = [], {}
     for entry in raw["device_traces"][device_index]:
-        if entry["action"] not in ("alloc", "free_completed"):  # an `oom` entry, for one, has no address
+        if entry["action"] not in (
+            "alloc",
+            "free_completed",
+        ):  # an `oom` entry, for one, has no address
             continue
         address, n_bytes = entry["addr"], entry["size"]
         if entry["action"] == "alloc":
@@ -140,7 +168,9 @@ def _read_traces(raw: dict[str, Any], device_index: int) -> tuple[list[str], lis
 
 
 def _own_line(frames: list[tuple[str, int, str]]) -> str:
-    """Return the innermost line outside torch and Python, of (file, line, function) from the innermost outwards."""
+    """Return the innermost line outside torch and Python, of (file, line, function) from the
+    innermost outwards.
+    """
 
     def is_outside(file: str) -> bool:
         in_python = file.startswith(PYTHON) and not file.startswith(PACKAGES)
@@ -157,14 +187,22 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
-        self.snapshot, self.limit, self.total = Snapshot("tensors made by CPU operations"), limit_bytes, 0
+        self.snapshot, self.limit, self.total = (
+            Snapshot("tensors made by CPU operations"),
+            limit_bytes,
+            0,
+        )
         self.alive: dict[int, weakref.ref] = {}
         self.lines: dict[str, int] = {}
         self.n_blocks = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        before = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in before:
                 self._see(tensor.untyped_storage())

@@ -1,4 +1,7 @@
-"""Which changes would save most memory in *this* run, and which nothing: each is tried on the ledger."""
+"""Which changes would save most memory in *this* run, and which nothing:
+
+Each is tried on the ledger.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ NOTHING = 0.005  # of the peak: less is called nothing
 
 @dataclass(frozen=True)
 class Advice:
-    """One change: the bytes of the peak it saves by itself (predicted), what it costs, and where the peak is then."""
+    """One change: the bytes of the peak it saves by itself (predicted), what it costs, and where
+    the peak is then.
+    """
 
     changes: dict[str, Any]
     saved_bytes: int
@@ -36,7 +41,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class Advices:
-    """What was tried on a config: the changes that help, best first, those that do nothing, those that cannot be."""
+    """What was tried on a config:
+
+    The changes that help, best first, those that do nothing, those that cannot be.
+    """
 
     config: Config
     peak_bytes: int
@@ -47,22 +55,32 @@ class Advices:
     best_three_peak_bytes: int  # with the first three together: savings do not add up
 
     def __str__(self) -> str:
-        lines = [f"{self.config.name}: predicted peak {self.peak_bytes / MIB:,.0f} MiB, in the {self.peak_phase} phase"]
+        lines = [
+            f"{self.config.name}: predicted peak {self.peak_bytes / MIB:,.0f} MiB, in the {self.peak_phase} phase"
+        ]
         for i, one in enumerate(self.helpful[:3], start=1):
-            lines.append(f"{i}. {one.name}: saves {one.saved_bytes / MIB:,.0f} MiB; costs {one.cost}")
+            lines.append(
+                f"{i}. {one.name}: saves {one.saved_bytes / MIB:,.0f} MiB; costs {one.cost}"
+            )
         if self.helpful:
-            lines.append(f"   the best together: a peak of {self.best_three_peak_bytes / MIB:,.0f} MiB")
+            lines.append(
+                f"   the best together: a peak of {self.best_three_peak_bytes / MIB:,.0f} MiB"
+            )
         if self.useless:
             lines.append("would do nothing here: " + "; ".join(one.name for one in self.useless))
-        return "\n".join(lines + [f"not possible here: {name}: {why}" for name, why in self.impossible.items()])
+        return "\n".join(
+            lines + [f"not possible here: {name}: {why}" for name, why in self.impossible.items()]
+        )
 
 
 def advise(run: Any, device: str = "a100") -> Advices:
-    """Return what single changes would do to the predicted peak of a config, or of the config of a record.
+    """Return what single changes would do to the predicted peak of a config, or of the config of a
+    record.
 
     `device` as for `predict_memory`. Changes that need no other model or length are tried: those that change nothing
-    that is computed, lower precision, smaller batches at equal tokens per step, recomputation, the loss in chunks,
-    smaller or earlier optimizer steps. Raises what `predict_memory` raises, for the config as it is.
+    that is computed, lower precision, smaller batches at equal tokens per step, recomputation, the
+    loss in chunks, smaller or earlier optimizer steps. Raises what `predict_memory` raises, for the
+    config as it is.
     """
     config = run if isinstance(run, Config) else Config.model_validate(run.config)
     resolved = resolve(config, device)
@@ -87,7 +105,9 @@ def advise(run: Any, device: str = "a100") -> Advices:
     best = now.peak_bytes
     for one in helpful[:3]:  # one after the other: some exclude each other
         with suppress(ConfigError):
-            peak = predict_memory(resolved.model_copy(update=together | one.changes), device).peak_bytes
+            peak = predict_memory(
+                resolved.model_copy(update=together | one.changes), device
+            ).peak_bytes
             if peak < best:
                 together, best = together | one.changes, peak
     return Advices(
@@ -113,7 +133,10 @@ def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
     if config.precision in ("fp32", "tf32"):
         has_bf16 = device == "cpu" or card_named(device).flash
         found.append({"precision": "bf16" if has_bf16 else "fp16"})
-    smaller = max((n for n in range(1, config.micro_batch_size) if config.micro_batch_size % n == 0), default=0)
+    smaller = max(
+        (n for n in range(1, config.micro_batch_size) if config.micro_batch_size % n == 0),
+        default=0,
+    )
     if smaller and not config.optimizer_in_backward:
         found.append({"micro_batch_size": smaller})
     elif smaller:  # it cannot accumulate
@@ -121,7 +144,19 @@ def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
     elif config.optimizer_in_backward:
         found.append({"tokens_per_step": config.seq_len // 2, "seq_len": config.seq_len // 2})
     found.append({"gradient_checkpointing": "block"})
-    found.append({"loss_chunk_tokens": min(CHUNK_TOKENS, max(2, config.micro_batch_size * config.seq_len // 4))})
+    found.append(
+        {
+            "loss_chunk_tokens": min(
+                CHUNK_TOKENS, max(2, config.micro_batch_size * config.seq_len // 4)
+            )
+        }
+    )
     found += [{"optimizer": "adamw_8bit"}] if config.optimizer.startswith("adamw") else []
-    found.append({"optimizer_in_backward": True} | ({"max_grad_norm": 0.0} if config.max_grad_norm else {}))
-    return [changes for changes in found if any(getattr(config, key) != value for key, value in changes.items())]
+    found.append(
+        {"optimizer_in_backward": True} | ({"max_grad_norm": 0.0} if config.max_grad_norm else {})
+    )
+    return [
+        changes
+        for changes in found
+        if any(getattr(config, key) != value for key, value in changes.items())
+    ]

@@ -1,8 +1,10 @@
-"""The rules of torch's CUDA caching allocator, on paper: which requests fit, and what the card must have for them.
+"""The rules of torch's CUDA caching allocator, on paper: which requests fit, and what the card must
+have for them.
 
 `CachingAllocator` asks an imagined driver for *segments*, cuts *blocks* out of them, and keeps freed blocks for later
-requests, as c10/cuda/CUDACachingAllocator.cpp does (torch 2.13; each rule names its function there). Bytes depend on
-the order of requests alone, so nothing has to be computed and no GPU is needed. One stream, no CUDA graphs.
+requests, as c10/cuda/CUDACachingAllocator.cpp does (torch 2.13; each rule names its function
+there). Bytes depend on the order of requests alone, so nothing has to be computed and no GPU is
+needed. One stream, no CUDA graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ ADDRESSES = LARGE_SEGMENT * 2**24  # that an expandable segment can grow into: t
 
 
 class OutOfMemory(Exception):
-    """The driver has no more: `asked` bytes were requested, the segment for them is `segment` bytes."""
+    """The driver has no more:
+
+    `asked` bytes were requested, the segment for them is `segment` bytes.
+    """
 
     def __init__(self, asked: int, segment: int) -> None:
         super().__init__(f"asked for {asked} bytes, in a segment of {segment}")
@@ -39,7 +44,9 @@ class Settings(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Settings:
-        """Read a value of PYTORCH_ALLOC_CONF, such as "expandable_segments:True,max_split_size_mb:128"."""
+        """Read a value of PYTORCH_ALLOC_CONF, such as
+        "expandable_segments:True,max_split_size_mb:128".
+        """
         given = dict(part.split(":", 1) for part in text.split(",") if ":" in part)
         return cls(
             given.get("expandable_segments", "False").strip() == "True",
@@ -88,7 +95,10 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, limit_bytes: float = math.inf, settings: Settings = DEFAULT, cap_bytes: float = math.inf
+        self,
+        limit_bytes: float = math.inf,
+        settings: Settings = DEFAULT,
+        cap_bytes: float = math.inf,
     ) -> None:
         self.limit_bytes, self.settings, self.cap_bytes = limit_bytes, settings, cap_bytes
         self.small, self.large = Pool(SMALL_SEGMENT), Pool(LARGE_SEGMENT)
@@ -97,7 +107,10 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, n_bytes: int) -> Block:
-        """Return a block of at least `n_bytes`. Raises OutOfMemory. (DeviceCachingAllocator::malloc)"""
+        """Return a block of at least `n_bytes`.
+
+        Raises OutOfMemory. (DeviceCachingAllocator::malloc)
+        """
         size = rounded(n_bytes)
         pool = self.small if size <= SMALL_REQUEST else self.large
         block = self._find(pool, size) or self._ask_driver(pool, size)
@@ -109,7 +122,10 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Keep a block for later, merged with free neighbours; nothing goes back to the driver. (free_block)"""
+        """Keep a block for later, merged with free neighbours; nothing goes back to the driver.
+
+        (free_block)
+        """
         self.allocated -= block.size
         block.used = False
         for neighbour in (block.previous, block.next):
@@ -129,23 +145,35 @@ class CachingAllocator:
                     self._release(block)
 
     def _find(self, pool: Pool, size: int) -> Block | None:
-        """Return the smallest free block that is large enough, taken from its pool. (get_free_block)"""
+        """Return the smallest free block that is large enough, taken from its pool.
+
+        (get_free_block)
+        """
         pool.clock += 1
         at = bisect.bisect_left(pool.free, (size, -1))
         if at == len(pool.free):
             return None
         if self.settings.expandable_segments:  # of those that can grow, the one that can grow least
-            while at + 1 < len(pool.free) and _could_grow_to(pool.free[at + 1][2]) < _could_grow_to(pool.free[at][2]):
+            while at + 1 < len(pool.free) and _could_grow_to(pool.free[at + 1][2]) < _could_grow_to(
+                pool.free[at][2]
+            ):
                 at += 1
         block = pool.free[at][2]
-        longest = self.settings.max_split_size_bytes  # longer blocks are never split, so small requests avoid them
-        if (size < longest <= block.size) or (size >= longest and block.size >= size + LARGE_SEGMENT):
+        longest = (
+            self.settings.max_split_size_bytes
+        )  # longer blocks are never split, so small requests avoid them
+        if (size < longest <= block.size) or (
+            size >= longest and block.size >= size + LARGE_SEGMENT
+        ):
             return None
         del pool.free[at]
         return block
 
     def _ask_driver(self, pool: Pool, size: int) -> Block:
-        """Return a new block; where the driver has no more, first give back what is cached. (malloc, alloc_block)"""
+        """Return a new block; where the driver has no more, first give back what is cached.
+
+        (malloc, alloc_block)
+        """
         self._collect_garbage()
         segment = segment_bytes(size)
         block = self._new_block(pool, size, segment)
@@ -160,7 +188,9 @@ class CachingAllocator:
         return block
 
     def _new_block(self, pool: Pool, size: int, segment: int) -> Block | None:
-        if self.reserved + segment > self.cap_bytes:  # asked once: a segment that grows may exceed the cap by a piece
+        if (
+            self.reserved + segment > self.cap_bytes
+        ):  # asked once: a segment that grows may exceed the cap by a piece
             return None
         if self.settings.expandable_segments:
             return self._grow(pool, size)
@@ -185,7 +215,9 @@ class CachingAllocator:
         return remaining > SMALL_REQUEST and size < self.settings.max_split_size_bytes
 
     def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.pool, previous=block, next=block.next)
+        rest = Block(
+            block.address + size, block.size - size, block.pool, previous=block, next=block.next
+        )
         rest.born = block.pool.clock
         if block.next:
             block.next.previous = rest
@@ -197,7 +229,10 @@ class CachingAllocator:
         self.reserved -= block.size
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back a block beyond `max_split_size`, or as many as it takes. (release_available_cached_blocks)"""
+        """Give back a block beyond `max_split_size`, or as many as it takes.
+
+        (release_available_cached_blocks)
+        """
         longest, found = self.settings.max_split_size_bytes, 0
         if longest == math.inf:
             return False
@@ -214,7 +249,10 @@ class CachingAllocator:
         return found >= size
 
     def _collect_garbage(self) -> None:
-        """Give back unsplit large blocks, those unused longest first. (garbage_collect_cached_blocks)"""
+        """Give back unsplit large blocks, those unused longest first.
+
+        (garbage_collect_cached_blocks)
+        """
         if not self.settings.garbage_collection_threshold or self.cap_bytes == math.inf:
             return
         threshold = self.settings.garbage_collection_threshold * self.cap_bytes
@@ -229,7 +267,10 @@ class CachingAllocator:
                 goal += block.size
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Put memory behind more addresses of the expandable segment. (try_allocate_expandable_block)"""
+        """Put memory behind more addresses of the expandable segment.
+
+        (try_allocate_expandable_block)
+        """
         block = next((found for _, u in pool.unmapped if (found := _with_room(u, size))), None)
         if not block:
             block = Block(self._next_address, ADDRESSES, pool, mapped=False)
@@ -244,7 +285,9 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:
-        """Map the beginning of an unmapped block, in whole pieces, and merge it with free neighbours. (map_block)"""
+        """Map the beginning of an unmapped block, in whole pieces, and merge it with free
+        neighbours. (map_block)
+        """
         pool = block.pool
         size = min(block.size, -(-size // pool.segment_bytes) * pool.segment_bytes)
         if not self._reserve(size):
@@ -261,7 +304,14 @@ class CachingAllocator:
         return block
 
     def _split_unmapped(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.pool, mapped=False, previous=block, next=block.next)
+        rest = Block(
+            block.address + size,
+            block.size - size,
+            block.pool,
+            mapped=False,
+            previous=block,
+            next=block.next,
+        )
         if block.next:
             block.next.previous = rest
         block.next, block.size = rest, size
@@ -277,13 +327,17 @@ class CachingAllocator:
         pool.remove(block)
         self.reserved -= end - begin
         if begin > block.address:
-            front = Block(block.address, begin - block.address, pool, previous=block.previous, next=block)
+            front = Block(
+                block.address, begin - block.address, pool, previous=block.previous, next=block
+            )
             if block.previous:
                 block.previous.next = front
             block.previous = front
             pool.insert(front)
         if end < block.address + block.size:
-            back = Block(end, block.address + block.size - end, pool, previous=block, next=block.next)
+            back = Block(
+                end, block.address + block.size - end, pool, previous=block, next=block.next
+            )
             if block.next:
                 block.next.previous = back
             block.next = back
@@ -302,7 +356,10 @@ def rounded(n_bytes: int) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """Return what the driver is asked for where no free block is large enough. (get_allocation_size)"""
+    """Return what the driver is asked for where no free block is large enough.
+
+    (get_allocation_size)
+    """
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < LARGE_REQUEST:
@@ -329,7 +386,10 @@ def _could_grow_to(block: Block) -> int:
 
 
 def _with_room(unmapped: Block, size: int) -> Block | None:
-    """Return where `size` free or unmapped bytes follow each other, at or before `unmapped`. (find_expandable_block)"""
+    """Return where `size` free or unmapped bytes follow each other, at or before `unmapped`.
+
+    (find_expandable_block)
+    """
     first = unmapped
     if unmapped.previous and not unmapped.previous.used:
         first = unmapped.previous

@@ -23,25 +23,37 @@ WITHOUT_FLOPS = {  # what they cost is not in `time_cost`
     "seq_len": "less context: another experiment",
 }
 CHUNK_TOKENS = 512
-# FLOPs that a card computes while it moves one byte, from the datasheet of the A100 80 GB: TFLOP/s over 2.0 TB/s. Other
-# cards have other ratios of the same order (T4, FP16: 65 over 0.32).
-FLOPS_PER_BYTE = {"fp32": 19.5 / 2.0, "tf32": 156 / 2.0, "fp16": 312 / 2.0, "bf16": 312 / 2.0, "pure_bf16": 312 / 2.0}
-# What each further micro-batch moves, bytes per parameter: its gradient is read, added to what is there and written
-# (12), and the weights are read in the forward and in the backward pass (8).
+# FLOPs that a card computes while it moves one byte, from the datasheet of the A100 80 GB: TFLOP/s
+# over 2.0 TB/s. Other cards have other ratios of the same order (T4, FP16: 65 over 0.32).
+FLOPS_PER_BYTE = {
+    "fp32": 19.5 / 2.0,
+    "tf32": 156 / 2.0,
+    "fp16": 312 / 2.0,
+    "bf16": 312 / 2.0,
+    "pure_bf16": 312 / 2.0,
+}
+# What each further micro-batch moves, bytes per parameter: its gradient is read, added to what is
+# there and written (12), and the weights are read in the forward and in the backward pass (8).
 BYTES_PER_MICRO_BATCH = 20
 
 
 def time_cost(config: Config, changes: dict[str, Any]) -> float:
-    """Return the predicted time that changes add to a step: what is computed twice, and what more micro-batches move.
+    """Return the predicted time that changes add to a step: what is computed twice, and what more
+    micro-batches move.
 
-    As a fraction of the step's FLOPs in the precision of the changes, so that a faster precision counts neither as a
-    gain nor as a cost; the costs of several changes add up. Smaller products' inefficiency is not in it, nor what
+    As a fraction of the step's FLOPs in the precision of the changes, so that a faster precision
+    counts neither as a gain nor as a cost; the costs of several changes add up. Smaller products'
+    inefficiency is not in it, nor what
     `offload` moves to the host and back, nor the attention that `selective` repeats with dropout.
     """
     n_layer, _, width, _ = SIZES[config.model]
     new = config.model_copy(update=changes)
     per_token = 6 * n_parameters(config.model, 0) + 12 * n_layer * width * config.seq_len
-    moved = (new.grad_accum_steps - config.grad_accum_steps) * BYTES_PER_MICRO_BATCH * n_parameters(config.model)
+    moved = (
+        (new.grad_accum_steps - config.grad_accum_steps)
+        * BYTES_PER_MICRO_BATCH
+        * n_parameters(config.model)
+    )
     again = _flops_again(new) - _flops_again(config)
     return (again + moved * FLOPS_PER_BYTE[new.precision] / config.tokens_per_step) / per_token
 
@@ -60,7 +72,9 @@ def costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
     for key, value in changes.items():
         if key == "max_grad_norm" and "optimizer_in_backward" in changes:
             continue  # said there
-        share = 100 * time_cost(config, {key: value, "precision": changes.get("precision", config.precision)})
+        share = 100 * time_cost(
+            config, {key: value, "precision": changes.get("precision", config.precision)}
+        )
         if key in FREE:
             reason = f"nothing: {FREE[key][1]}"
         elif key == "precision":

@@ -1,4 +1,5 @@
-"""What CUDA does that a CPU build of torch does not: autocast's list, the choice of kernels, memory that these borrow.
+"""What CUDA does that a CPU build of torch does not: autocast's list, the choice of kernels, memory
+that these borrow.
 
 `cuda_rules` makes operations on fake CPU tensors allocate what CUDA's would. `borrowed` says what an operation's
 kernels take from the allocator for themselves while they run.
@@ -19,22 +20,54 @@ from labutils.config.cards import Gpu
 from labutils.techniques import checkpointing
 
 aten = torch.ops.aten
-# CUDA's autocast runs these in float32 (ATen/autocast_mode.h); CPU's leaves them in the dtype they are given.
+# CUDA's autocast runs these in float32 (ATen/autocast_mode.h); CPU's leaves them in the dtype they
+# are given.
 FLOAT32_ON_CUDA = (
-    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "layer_norm", "native_layer_norm", "rms_norm"),
-    *("group_norm", "softmax.int", "log_softmax.int", "exp", "expm1", "log", "log1p", "log2", "reciprocal", "rsqrt"),
-    *("softplus", "logsumexp", "sum", "sum.dim_IntList", "cumsum", "cumprod", "prod", "prod.dim_int"),
+    *(
+        "pow.Tensor_Scalar",
+        "pow.Tensor_Tensor",
+        "pow.Scalar",
+        "layer_norm",
+        "native_layer_norm",
+        "rms_norm",
+    ),
+    *(
+        "group_norm",
+        "softmax.int",
+        "log_softmax.int",
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "reciprocal",
+        "rsqrt",
+    ),
+    *(
+        "softplus",
+        "logsumexp",
+        "sum",
+        "sum.dim_IntList",
+        "cumsum",
+        "cumprod",
+        "prod",
+        "prod.dim_int",
+    ),
     *("linalg_vector_norm", "cosine_similarity", "binary_cross_entropy_with_logits"),
 )
 
 
 @contextmanager
 def cuda_rules(flash: bool = True) -> Iterator[None]:
-    """Inside, operations on (fake) CPU tensors allocate what CUDA's would. Global to the process while it is open.
+    """Inside, operations on (fake) CPU tensors allocate what CUDA's would. Global to the process
+    while it is open.
 
-    It registers kernels for the CPU's autocast and autograd keys; real CPU tensors must not be computed with inside.
+    It registers kernels for the CPU's autocast and autograd keys; real CPU tensors must not be
+    computed with inside.
     """
-    autocast, autograd = (torch.library.Library("aten", "IMPL", key) for key in ("AutocastCPU", "AutogradCPU"))
+    autocast, autograd = (
+        torch.library.Library("aten", "IMPL", key) for key in ("AutocastCPU", "AutogradCPU")
+    )
     no_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def in_float32(operation: Callable) -> Callable:
@@ -45,20 +78,28 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         return call
 
     def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        return torch.native_dropout(x, p, True)[0] if train and p > 0 else x  # keeps one byte per element
+        return (
+            torch.native_dropout(x, p, True)[0] if train and p > 0 else x
+        )  # keeps one byte per element
 
     def attention(q, k, v, mask=None, p=0.0, causal=False, *, scale=None, enable_gqa=False):
         allowed = torch.backends.cuda  # what torch.nn.attention.sdpa_kernel switches, on a CPU too
         if mask is None and flash and q.dtype != torch.float32 and allowed.flash_sdp_enabled():
-            return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[0]
+            return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[
+                0
+            ]
         if not allowed.mem_efficient_sdp_enabled():
             return aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, scale=scale)[0]
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty_like(mask, dtype=q.dtype)
-        return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, p, causal, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, mask, True, p, causal, scale=scale
+        )[0]
 
     def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        stays = isinstance(tensor, nn.Parameter)  # anything else leaves the device, and comes back as a new allocation
+        stays = isinstance(
+            tensor, nn.Parameter
+        )  # anything else leaves the device, and comes back as a new allocation
         return (lambda: tensor) if stays else partial(torch.empty, tensor.shape, dtype=tensor.dtype)
 
     real_on_host = checkpointing.on_host
@@ -67,7 +108,9 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         for name in FLOAT32_ON_CUDA:
             packet, _, overload = name.partition(".")
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
-                autocast.impl(name, in_float32(getattr(getattr(aten, packet), overload or "default")))
+                autocast.impl(
+                    name, in_float32(getattr(getattr(aten, packet), overload or "default"))
+                )
         autograd.impl("dropout", dropout)
         autograd.impl("scaled_dot_product_attention", attention)
         yield
@@ -83,21 +126,29 @@ def _widened(argument: Any) -> Any:
 
 
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-SORTED_FROM = 3072  # indices: with more of them the gradient of an embedding is summed after a sort (Embedding.cu)
+# indices: with more of them the gradient of an embedding is summed after a sort (Embedding.cu)
+SORTED_FROM = 3072
 ROWS_PER_THREAD = 10  # NROWS_PER_THREAD in EmbeddingBackwardKernel.cu
-FLASH_ROWS = 128  # flash attention pads queries to a multiple of this in its backward pass (flash_api.cpp)
+FLASH_ROWS = (
+    128  # flash attention pads queries to a multiple of this in its backward pass (flash_api.cpp)
+)
 
 
 def outputs_in_order(operation: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return an operation's results in the order in which its CUDA kernel requests memory for them."""
-    return tensors[::-1] if operation is aten.native_dropout.default else tensors  # the mask comes first
+    return (
+        tensors[::-1] if operation is aten.native_dropout.default else tensors
+    )  # the mask comes first
 
 
-def borrowed(operation: Any, args: tuple, gpu: Gpu) -> list[tuple[Callable[..., int], tuple[int, ...]]]:
+def borrowed(
+    operation: Any, args: tuple, gpu: Gpu
+) -> list[tuple[Callable[..., int], tuple[int, ...]]]:
     """Return what an operation's CUDA kernels request for themselves, each freed before the next.
 
-    Each is a rule and the numbers from which it computes bytes: those are affine in the number of sequences, the bytes
-    are not. Only what can be larger than a MiB in a transformer: smaller requests share segments of 2 MiB.
+    Each is a rule and the numbers from which it computes bytes: those are affine in the number of
+    sequences, the bytes are not. Only what can be larger than a MiB in a transformer: smaller
+    requests share segments of 2 MiB.
     """
     if operation is aten.sum.dim_IntList and args[0].ndim == 2 and list(args[1]) == [0]:
         return [(partial(_column_sums, gpu), tuple(args[0].shape))]
@@ -112,12 +163,19 @@ def borrowed(operation: Any, args: tuple, gpu: Gpu) -> list[tuple[Callable[..., 
     if (
         operation is aten._softmax_backward_data.default
     ):  # gradient times result, before the sums over rows (SoftMax.cu)
-        return [(partial(_elements, torch.promote_types(args[0].dtype, args[1].dtype).itemsize), tuple(args[0].shape))]
+        return [
+            (
+                partial(_elements, torch.promote_types(args[0].dtype, args[1].dtype).itemsize),
+                tuple(args[0].shape),
+            )
+        ]
     return []
 
 
 def _partial_sums(n_indices: int, n_rows: int, width: int) -> int:
-    """Return the bytes of the sums over equal indices, each of a few, that make up an embedding's gradient."""
+    """Return the bytes of the sums over equal indices, each of a few, that make up an embedding's
+    gradient.
+    """
     if n_indices <= SORTED_FROM:
         return 0
     return (n_indices // ROWS_PER_THREAD + min(n_indices, n_rows)) * width * 4
@@ -138,14 +196,18 @@ def _elements(itemsize: int, *shape: int) -> int:
 
 
 def _efficient_workspace(batch: int, heads: int, n_queries: int, width: int) -> int:
-    """Return the bytes of the queries' gradient, summed in float32, and of a lock for each 64 of them."""
+    """Return the bytes of the queries' gradient, summed in float32, and of a lock for each 64 of
+    them.
+    """
     return batch * heads * (n_queries * width * 4 + -(-n_queries // 64) * 16)
 
 
 def _column_sums(gpu: Gpu, n_rows: int, n_columns: int) -> int:
-    """Return the bytes through which thread blocks add up their shares of a matrix's column sums (Reduce.cuh).
+    """Return the bytes through which thread blocks add up their shares of a matrix's column sums
+    (Reduce.cuh).
 
-    setReduceConfig and global_memory_size, for what a bias needs: rows are summed, neighbours in memory are columns.
+    setReduceConfig and global_memory_size, for what a bias needs: rows are summed, neighbours in
+    memory are columns.
     """
     vector = next(n for n in (4, 2, 1) if n_columns % n == 0)
     threads = 512 // vector

@@ -1,8 +1,10 @@
-"""From the traces of a shallow model and of one that is a layer deeper to that of any depth; likewise for sequences.
+"""From the traces of a shallow model and of one that is a layer deeper to that of any depth;
+likewise for sequences.
 
-A segment of a trace is a beginning, a part that repeats with every layer (or not at all), and an end. Two traces show
-where that part lies and what is in it; it is then repeated as often as needed. What is left to find out for each copy
-is which storages die in it: in a forward pass those of the same layer, in a backward pass those of its mirror image.
+A segment of a trace is a beginning, a part that repeats with every layer (or not at all), and an
+end. Two traces show where that part lies and what is in it; it is then repeated as often as needed.
+What is left to find out for each copy is which storages die in it: in a forward pass those of the
+same layer, in a backward pass those of its mirror image.
 """
 
 from __future__ import annotations
@@ -14,22 +16,31 @@ from labutils.prediction.trace import BIRTH, DEATH, Event, Segment, Storage, Tra
 
 
 class CannotExtrapolate(ValueError):
-    """Two traces that do not differ by repetitions of one part, so that a third cannot be computed from them."""
+    """Two traces that do not differ by repetitions of one part, so that a third cannot be computed
+    from them.
+    """
 
 
-Place = tuple[int, int]  # of an event: the segment's number (-1: what stands), and the event's in it
+Place = tuple[
+    int, int
+]  # of an event: the segment's number (-1: what stands), and the event's in it
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How a segment of the low and of the high trace lie beside each other: equal but for `unit` events at `cut`."""
+    """How a segment of the low and of the high trace lie beside each other:
+
+    Equal but for `unit` events at `cut`.
+    """
 
     cut: int
     unit: int
     length: int  # of the high one
 
     def low(self, i: int) -> int | None:
-        """Return where the low segment has event `i` of the high one; None if it is in the part that repeats."""
+        """Return where the low segment has event `i` of the high one; None if it is in the part
+        that repeats.
+        """
         if i < self.cut:
             return i
         return i - self.unit if i >= self.cut + self.unit else None
@@ -40,12 +51,15 @@ class Alignment:
 
 
 def extrapolated(low: Trace, high: Trace, ratio: int) -> Trace:
-    """Return the trace that lies `ratio` times as far from `low` as `high` does, in the number of layers or sequences.
+    """Return the trace that lies `ratio` times as far from `low` as `high` does, in the number of
+    layers or sequences.
 
-    Sizes are affine in that number. Raises CannotExtrapolate if the events of the two do not align, or if what results
-    contradicts itself: a storage that dies twice, or before it is born.
+    Sizes are affine in that number. Raises CannotExtrapolate if the events of the two do not align,
+    or if what results contradicts itself: a storage that dies twice, or before it is born.
     """
-    if [(s.phase, s.micro_batch) for s in low.segments] != [(s.phase, s.micro_batch) for s in high.segments]:
+    if [(s.phase, s.micro_batch) for s in low.segments] != [
+        (s.phase, s.micro_batch) for s in high.segments
+    ]:
         raise CannotExtrapolate("other phases")
     lows, highs = ([_standing(t), *t.segments] for t in (low, high))
     alignments = [_align(a, b) for a, b in zip(lows, highs, strict=True)]
@@ -57,7 +71,9 @@ def extrapolated(low: Trace, high: Trace, ratio: int) -> Trace:
             event, before = b.events[i], how.low(i)
             storage = None
             if event.kind == BIRTH:
-                storage = _between(a.events[before].storage if before is not None else None, event.storage, ratio)
+                storage = _between(
+                    a.events[before].storage if before is not None else None, event.storage, ratio
+                )
                 storages[number, len(segments[-1].events)] = storage
             elif event.kind == DEATH:
                 storage = storages.pop(makers.of(number, i, copy), None)
@@ -81,11 +97,15 @@ def _align(low: Segment, high: Segment) -> Alignment:
 
 
 def _equal_at_start(a: Sequence, b: Sequence) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _order(how: Alignment, copies: int) -> list[tuple[int, int]]:
-    """Return the new segment's events as (event of the high one, number of the copy, -1 outside what repeats)."""
+    """Return the new segment's events as (event of the high one, number of the copy, -1 outside
+    what repeats).
+    """
     beginning = [(i, -1) for i in range(how.cut)]
     repeated = [(i, copy) for copy in range(copies) for i in range(how.cut, how.cut + how.unit)]
     return beginning + repeated + [(i, -1) for i in range(how.cut + how.unit, how.length)]
@@ -95,23 +115,31 @@ def _between(low: Storage | None, high: Storage, ratio: int) -> Storage:
     if low is None:
         return Storage(high.n_bytes, high.category, high.made_by, high.rule, high.numbers)
     numbers = tuple(a + ratio * (b - a) for a, b in zip(low.numbers, high.numbers, strict=True))
-    n_bytes = high.rule(*numbers) if high.rule else low.n_bytes + ratio * (high.n_bytes - low.n_bytes)
+    n_bytes = (
+        high.rule(*numbers) if high.rule else low.n_bytes + ratio * (high.n_bytes - low.n_bytes)
+    )
     return Storage(n_bytes, high.category, high.made_by, high.rule, numbers)
 
 
 class _Makers:
     """Finds the birth that belongs to each death in the extrapolated trace."""
 
-    def __init__(self, lows: list[Segment], highs: list[Segment], alignments: list[Alignment], copies: int) -> None:
+    def __init__(
+        self, lows: list[Segment], highs: list[Segment], alignments: list[Alignment], copies: int
+    ) -> None:
         self.low, self.high = _births_of_deaths(lows), _births_of_deaths(highs)
         self.highs, self.alignments, self.copies = highs, alignments, copies
 
     def of(self, number: int, i: int, copy: int) -> Place:
-        """Return where the storage is born that dies in event `i` of a segment of the high trace, in a copy of it."""
+        """Return where the storage is born that dies in event `i` of a segment of the high trace,
+        in a copy of it.
+        """
         target, at = self.high[number, i]
         there = self.alignments[target]
         if copy < 0:
-            if (target, at) == self.low[number, self.alignments[number].low(i)]:  # counted from the beginning
+            if (target, at) == self.low[
+                number, self.alignments[number].low(i)
+            ]:  # counted from the beginning
                 return target, at
             return target, there.moved(at, self.copies)  # from the end
         steps = self._steps(number, i)
@@ -126,7 +154,8 @@ class _Makers:
     def _steps(self, number: int, i: int) -> set[int]:
         """Return how far births lie apart of what dies one part earlier, now, and one part later.
 
-        The beginning ends with such a part, and the end begins with one; the very first or last layer may be different.
+        The beginning ends with such a part, and the end begins with one; the very first or last
+        layer may be different.
         """
         target, at = self.high[number, i]
         unit = self.alignments[number].unit

@@ -21,7 +21,9 @@ ROUGHLY = 1.1  # the closed form overstates a peak by less where attention is fu
 
 @dataclass(frozen=True)
 class Fit:
-    """Changes to a config, what each costs and why, the time they add (see `time_cost`), and what is predicted."""
+    """Changes to a config, what each costs and why, the time they add (see `time_cost`), and what
+    is predicted.
+    """
 
     changes: dict[str, Any]
     costs: tuple[str, ...]
@@ -44,13 +46,15 @@ class Fit:
 
 
 def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
-    """Return the changes that cost least time with which a config's step fits `budget_gib` of card memory.
+    """Return the changes that cost least time with which a config's step fits `budget_gib` of card
+    memory.
 
-    Searched: micro-batch size (the tokens per step stay: it accumulates), checkpointing, the loss in chunks, 16-bit
-    precision if the device has it, and what is free. Of equal costs the fewest changes win. What changes the learning
-    comes last: pure BF16, then 8-bit moments without it and with it, then, where nothing is clipped or accumulated, the
-    optimizer step in backward too. If nothing fits, the smallest of all is returned; `Fit.fits` tells.
-    Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
+    Searched: micro-batch size (the tokens per step stay: it accumulates), checkpointing, the loss
+    in chunks, 16-bit precision if the device has it, and what is free. Of equal costs the fewest
+    changes win. What changes the learning comes last: pure BF16, then 8-bit moments without it and
+    with it, then, where nothing is clipped or accumulated, the optimizer step in backward too. If
+    nothing fits, the smallest of all is returned; `Fit.fits` tells. Raises ConfigError or
+    PrecisionUnsupported if the config cannot run on the device at all.
     """
     resolved = resolve(config, device)
     tried = _Trials(resolved, device)
@@ -69,12 +73,19 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
     by_recipe: dict[tuple, Fit] = {}
 
     def smallest(recipe: tuple) -> Fit:
-        """Everything that saves memory, with the batch whole or in single sequences: splitting may add gradients."""
+        """Everything that saves memory, with the batch whole or in single sequences:
+
+        Splitting may add gradients.
+        """
         if recipe not in by_recipe:
             same = [c for c in candidates if _recipe(resolved, c) == recipe]
-            everything = max(same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0)))
+            everything = max(
+                same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0))
+            )
             whole = {key: value for key, value in everything.items() if key != "micro_batch_size"}
-            by_recipe[recipe] = min(tried(everything), tried(whole), key=lambda one: one.prediction.bytes_taken)
+            by_recipe[recipe] = min(
+                tried(everything), tried(whole), key=lambda one: one.prediction.bytes_taken
+            )
         return by_recipe[recipe]
 
     for changes in candidates:
@@ -84,14 +95,21 @@ def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
             found = tried(changes)
             if found.fits(budget_gib):
                 return without_the_superfluous(found, budget_gib)
-    furthest = max(_for_the_last(changes)[1:] for changes in candidates)  # other recipes keep more bytes per parameter
-    recipes = {_recipe(resolved, changes) for changes in candidates if _for_the_last(changes)[1:] == furthest}
+    furthest = max(
+        _for_the_last(changes)[1:] for changes in candidates
+    )  # other recipes keep more bytes per parameter
+    recipes = {
+        _recipe(resolved, changes)
+        for changes in candidates
+        if _for_the_last(changes)[1:] == furthest
+    }
     found = min(map(smallest, recipes), key=lambda one: one.prediction.bytes_taken)
     return without_the_superfluous(found, max(budget_gib, found.needed_gib))
 
 
 def enough_alone(config: Config, budget_gib: float, device: str = "a100") -> list[Fit]:
-    """Return the changes, one beside the free ones, each of which makes a config's step fit; cheapest first.
+    """Return the changes, one beside the free ones, each of which makes a config's step fit;
+    cheapest first.
 
     Empty if the config fits as it is, or if one change is not enough: see `fit`.
     """
@@ -140,9 +158,13 @@ def _combinations(config: Config, device: str) -> Iterator[dict[str, Any]]:
         free.pop("expandable_segments", None)
     sequences = config.micro_batch_size * config.grad_accum_steps
     sizes = [n for n in range(config.micro_batch_size, 0, -1) if sequences % n == 0]
-    sizes = sizes[:1] if config.optimizer_in_backward else sizes  # it cannot accumulate, nor have a loss scale
+    sizes = (
+        sizes[:1] if config.optimizer_in_backward else sizes
+    )  # it cannot accumulate, nor have a loss scale
     precisions = [config.precision]
-    if config.precision in ("fp32", "tf32") and device != "cpu":  # few CPUs multiply 16-bit numbers fast
+    if (
+        config.precision in ("fp32", "tf32") and device != "cpu"
+    ):  # few CPUs multiply 16-bit numbers fast
         precisions += ["bf16"] if has_bf16 else [] if config.optimizer_in_backward else ["fp16"]
     if has_bf16 and config.precision != "pure_bf16":
         precisions.append("pure_bf16")
@@ -181,8 +203,15 @@ def _rank(config: Config, changes: dict[str, Any]) -> tuple:
 
 
 def _for_the_last(changes: dict[str, Any]) -> tuple[bool, bool, bool]:
-    return "optimizer_in_backward" in changes, "optimizer" in changes, changes.get("precision") == "pure_bf16"
+    return (
+        "optimizer_in_backward" in changes,
+        "optimizer" in changes,
+        changes.get("precision") == "pure_bf16",
+    )
 
 
 def _recipe(config: Config, changes: dict[str, Any]) -> tuple:
-    return tuple(changes.get(k, getattr(config, k)) for k in ("precision", "optimizer", "optimizer_in_backward"))
+    return tuple(
+        changes.get(k, getattr(config, k))
+        for k in ("precision", "optimizer", "optimizer_in_backward")
+    )

@@ -1,9 +1,10 @@
-"""Predict the peak memory of a training step, by category and phase, without running it and without a GPU.
+"""Predict the peak memory of a training step, by category and phase, without running it and without
+a GPU.
 
-The real model takes a real step on tensors without data (`labutils.trace`). Deep models are traced with two and three
-layers only: a layer repeats, and bytes are affine in the number of sequences (`labutils.extrapolation`). For a card the
-step's requests are replayed through the caching allocator's rules (`labutils.replay`): what it must have, not only what
-tensors take.
+The real model takes a real step on tensors without data (`labutils.trace`). Deep models are traced
+with two and three layers only: a layer repeats, and bytes are affine in the number of sequences
+(`labutils.extrapolation`). For a card the step's requests are replayed through the caching
+allocator's rules (`labutils.replay`): what it must have, not only what tensors take.
 """
 
 from __future__ import annotations
@@ -45,26 +46,33 @@ from labutils.techniques import checkpointing, precision
 from labutils.workload.gpt2 import SIZES
 
 KNOWN_GOOD_TORCH = "2.11 to 2.13"
-MARGIN = 1.02  # of what the allocator needs at least: so near the prediction is, so that no "fits" is false
-ALLOWANCE = 1.1  # times the peak: a rule of thumb, where the allocator was not replayed (a CPU, the closed form)
+# of what the allocator needs at least: so near the prediction is, so that no "fits" is false
+MARGIN = 1.02
+# times the peak: a rule of thumb, where the allocator was not replayed (a CPU, the closed form)
+ALLOWANCE = 1.1
 
 
-def predict_memory(config: Config, device: str = "a100", *, keep_outputs: bool = False) -> MemoryLedger:
-    """Return the predicted ledger of one training step of a config on a device: bytes by category at each phase's peak.
+def predict_memory(
+    config: Config, device: str = "a100", *, keep_outputs: bool = False
+) -> MemoryLedger:
+    """Return the predicted ledger of one training step of a config on a device: bytes by category
+    at each phase's peak.
 
     `device` is a key of CARDS, "this" for the GPU here, or "cpu" (then `when_cpu` applies, and no CUDA rule).
     `keep_outputs` predicts a loop that keeps the model's outputs, logits among them, from one step to the next.
-    Nothing is allocated. For a card the ledger also tells what the allocator reserves in three steps, and of the
-    smallest card on which they complete. Should torch have changed so that steps cannot be traced, a warning says so
-    and the ledger is the closed form's; its `method` tells.
-    Raises ConfigError if the config cannot run there, PrecisionUnsupported if the device lacks what it asks for.
+    Nothing is allocated. For a card the ledger also tells what the allocator reserves in three
+    steps, and of the smallest card on which they complete. Should torch have changed so that steps
+    cannot be traced, a warning says so and the ledger is the closed form's; its `method` tells.
+    Raises ConfigError if the config cannot run there, PrecisionUnsupported if the device lacks what
+    it asks for.
     """
     resolved = resolve(config, device)
     return Sweep(resolved, device, keep_outputs).at(resolved.micro_batch_size).ledger
 
 
 def needed_gib(ledger: MemoryLedger, device: str = "a100") -> float:
-    """Return the memory that a device must have for a ledger's run, in GiB; on a card the context is in it.
+    """Return the memory that a device must have for a ledger's run, in GiB; on a card the context
+    is in it.
 
     Where the allocator was not replayed, a tenth more than the peak stands for what it cannot use.
     """
@@ -75,7 +83,10 @@ def needed_gib(ledger: MemoryLedger, device: str = "a100") -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a config's run asks for on a card: its requests, in order. All else is computed when it is asked for."""
+    """What a config's run asks for on a card:
+
+    Its requests, in order. All else is computed when it is asked for.
+    """
 
     trace: Trace
     n_micro_batches: int
@@ -84,8 +95,12 @@ class Prediction:
 
     @cached_property
     def ledger(self) -> MemoryLedger:
-        """The ledger of a step, with what the allocator reserves in three, and the smallest card for them."""
-        found = replay.ledger(self.trace, min(self.n_micro_batches, 2), f"predicted for {self.device}", self.settings)
+        """The ledger of a step, with what the allocator reserves in three, and the smallest card
+        for them.
+        """
+        found = replay.ledger(
+            self.trace, min(self.n_micro_batches, 2), f"predicted for {self.device}", self.settings
+        )
         return found.model_copy(
             update={
                 "reserved_bytes": self.with_default.peak_reserved,
@@ -126,8 +141,14 @@ class Prediction:
 
     @cached_property
     def needed_bytes(self) -> int:
-        """The memory of the smallest card on which three steps complete, context and MARGIN included."""
-        return self.needed_expandable_bytes if self.settings == EXPANDABLE else self._needed(self.as_set)
+        """The memory of the smallest card on which three steps complete, context and MARGIN
+        included.
+        """
+        return (
+            self.needed_expandable_bytes
+            if self.settings == EXPANDABLE
+            else self._needed(self.as_set)
+        )
 
     def _needed(self, free: CachingAllocator) -> int:
         return round(MARGIN * replay.smallest_limit(self.requests, free) + CONTEXT_GIB * 2**30)
@@ -144,7 +165,9 @@ class Prediction:
 
     def fits(self, budget_gib: float) -> bool:
         """Whether three steps complete on a card with so much memory, context and MARGIN included."""
-        return replay.completes(self.requests, (budget_gib - CONTEXT_GIB) * 2**30 / MARGIN, self.settings)
+        return replay.completes(
+            self.requests, (budget_gib - CONTEXT_GIB) * 2**30 / MARGIN, self.settings
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +194,9 @@ class PlainPrediction:
 
 @dataclass
 class Sweep:
-    """The ledgers of one config, resolved for its device, at any micro-batch size; two sizes are traced for all."""
+    """The ledgers of one config, resolved for its device, at any micro-batch size; two sizes are
+    traced for all.
+    """
 
     config: Config
     device: str
@@ -179,23 +204,32 @@ class Sweep:
     _traces: dict[tuple[int, int], Trace] = field(default_factory=dict)
 
     def at(self, micro_batch_size: int) -> Prediction | PlainPrediction:
-        """Return the prediction with `micro_batch_size` sequences at a time, `tokens_per_step` staying."""
-        n_micro_batches = max(self.config.tokens_per_step // (self.config.seq_len * micro_batch_size), 1)
+        """Return the prediction with `micro_batch_size` sequences at a time, `tokens_per_step`
+        staying.
+        """
+        n_micro_batches = max(
+            self.config.tokens_per_step // (self.config.seq_len * micro_batch_size), 1
+        )
         if not tracing_works():
             tokens = n_micro_batches * self.config.seq_len * micro_batch_size
             changes = {"micro_batch_size": micro_batch_size, "tokens_per_step": tokens}
             return PlainPrediction(closed_form(self.config.model_copy(update=changes)), self.device)
         trace = self._at(micro_batch_size, min(n_micro_batches, 2))
         if self.device == "cpu":
-            return PlainPrediction(replay.ledger(trace, min(n_micro_batches, 2), "predicted for cpu", None), "cpu")
+            return PlainPrediction(
+                replay.ledger(trace, min(n_micro_batches, 2), "predicted for cpu", None), "cpu"
+            )
         return Prediction(trace, n_micro_batches, self.device, _settings(self.config, self.device))
 
     def _at(self, micro_batch_size: int, n_micro_batches: int) -> Trace:
-        """Return a trace; a second micro-batch meets the gradients of the first, and all later ones are like it."""
+        """Return a trace; a second micro-batch meets the gradients of the first, and all later ones
+        are like it.
+        """
         key = micro_batch_size, n_micro_batches
         low, high = FEW_SEQUENCES
         chunk = self.config.loss_chunk_tokens
-        # affine in the batch only if each further sequence brings whole chunks, and two of them are not all there are
+        # affine in the batch only if each further sequence brings whole chunks, and two of them are
+        # not all there are
         uneven = chunk and (self.config.seq_len % chunk or self.config.seq_len < 2 * chunk)
         if key not in self._traces and self._traces and micro_batch_size > high and not uneven:
             a, b = (self._at(size, n_micro_batches) for size in (low, high))
@@ -207,12 +241,18 @@ class Sweep:
 
     def _traced(self, micro_batch_size: int, n_micro_batches: int) -> Trace:
         step = _step_only(self.config).model_dump_json()
-        traced = partial(_trace, step, self.device, micro_batch_size, n_micro_batches, self.keep_outputs)
+        traced = partial(
+            _trace, step, self.device, micro_batch_size, n_micro_batches, self.keep_outputs
+        )
         n_layer = SIZES[self.config.model][0]
         unit = checkpointing.BLOCKS_PER_UNIT.get(self.config.gradient_checkpointing, 1)
-        low, high = (n * unit + n_layer % unit for n in FEW_LAYERS)  # what repeats is a unit; the last may be smaller
+        low, high = (
+            n * unit + n_layer % unit for n in FEW_LAYERS
+        )  # what repeats is a unit; the last may be smaller
         if n_layer > low + high:  # else all of them cost no more
-            with suppress(CannotExtrapolate):  # an optimizer that goes through the parameters one by one
+            with suppress(
+                CannotExtrapolate
+            ):  # an optimizer that goes through the parameters one by one
                 return extrapolated(traced(low), traced(high), (n_layer - low) // unit)
         return traced(n_layer)
 
@@ -229,17 +269,27 @@ def predict_module(
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
 
     `optimizer` makes one from parameters, for example `torch.optim.AdamW`. The module itself is left alone.
-    Raises RuntimeError if steps cannot be traced with this torch: a closed form exists for GPT-2 only.
+    Raises RuntimeError if steps cannot be traced with this torch: a closed form exists for GPT-2
+    only.
     """
     if not tracing_works():
-        raise RuntimeError(f"a step cannot be traced with torch {torch.__version__}; known to work: {KNOWN_GOOD_TORCH}")
+        raise RuntimeError(
+            f"a step cannot be traced with torch {torch.__version__}; known to work: {KNOWN_GOOD_TORCH}"
+        )
     return _predict_module(model, batch, loss_fn, optimizer, precision_name, device)
 
 
 def _predict_module(
-    model: nn.Module, batch: Any, loss_fn: Callable, optimizer: Callable, precision_name: str, device: str
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable,
+    optimizer: Callable,
+    precision_name: str,
+    device: str,
 ) -> MemoryLedger:
-    on_cpu = tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), batch)  # wherever it lies
+    on_cpu = tree_map_only(
+        torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), batch
+    )  # wherever it lies
     with _fake_world(device) as (log, fake):
         # a deep copy in which every tensor already has its fake counterpart
         tensors = [*model.parameters(), *model.buffers()]
@@ -261,7 +311,9 @@ def _predict_module(
 class UsesItsWeightTwice(nn.Module):
     """256 float32 numbers, and the peak of its backward pass; a test asks the real allocator."""
 
-    BACKWARD_BYTES = 3080  # the weight and its first gradient, the second for a moment, three scalars
+    BACKWARD_BYTES = (
+        3080  # the weight and its first gradient, the second for a moment, three scalars
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,16 +325,21 @@ class UsesItsWeightTwice(nn.Module):
 
 @lru_cache(maxsize=1)
 def tracing_works() -> bool:
-    """Whether this torch can be traced: it must count the bytes of a small step right. Warns if not.
+    """Whether this torch can be traced: it must count the bytes of a small step right. Warns if
+    not.
 
-    The log rests on private parts of torch. Two gradients of one weight are summed in place, as they are where nobody
-    watches; a log that can no longer tell counts one more buffer.
+    The log rests on private parts of torch. Two gradients of one weight are summed in place, as
+    they are where nobody watches; a log that can no longer tell counts one more buffer.
     """
     module = UsesItsWeightTwice()
     try:
-        ledger = _predict_module(module, torch.empty(256), lambda m, x: m(x).sum(), torch.optim.SGD, "fp32", "cpu")
+        ledger = _predict_module(
+            module, torch.empty(256), lambda m, x: m(x).sum(), torch.optim.SGD, "fp32", "cpu"
+        )
         found = sum(ledger.phases["backward"].values())
-        problem = "" if found == module.BACKWARD_BYTES else f"{found} bytes for {module.BACKWARD_BYTES}"
+        problem = (
+            "" if found == module.BACKWARD_BYTES else f"{found} bytes for {module.BACKWARD_BYTES}"
+        )
     except Exception as error:  # whatever a changed private interface raises
         problem = f"{type(error).__name__}: {error}"
     if problem:

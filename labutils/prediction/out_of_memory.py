@@ -16,11 +16,13 @@ from labutils.prediction.fit import enough_alone, fit
 from labutils.prediction.memory import needed_gib, predict_memory
 
 WAYS = 3
-ROOMY = 2  # times a CPU run's bytes: where so much is free, what the system's allocator keeps does not matter
+# times a CPU run's bytes: where so much is free, what the system's allocator keeps does not matter
+ROOMY = 2
 
 
 def spare_host_memory(config: Config, where: torch.device) -> bool:
-    """On a CPU, let freed blocks lie idle only if a resolved config takes little of what is free; return if it is much.
+    """On a CPU, let freed blocks lie idle only if a resolved config takes little of what is free;
+    return if it is much.
 
     By the closed form. See `memory.return_freed_blocks`.
     """
@@ -33,7 +35,8 @@ def spare_host_memory(config: Config, where: torch.device) -> bool:
 
 
 def require_host_memory(config: Config, where: torch.device) -> None:
-    """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room: Linux would kill the whole process.
+    """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room: Linux would kill
+    the whole process.
 
     By the ledger, which takes seconds. For a CPU only: CUDA's allocator says no in time.
     """
@@ -46,13 +49,17 @@ def require_host_memory(config: Config, where: torch.device) -> None:
 
 
 def ways_out(config: Config, where: torch.device) -> str:
-    """Return the WAYS cheapest changes with each of which, as predicted, a config runs in the memory that is free now.
+    """Return the WAYS cheapest changes with each of which, as predicted, a config runs in the
+    memory that is free now.
 
-    Where no single one is enough, the cheapest combination. What the allocator cannot use counts: fragmentation.
+    Where no single one is enough, the cheapest combination. What the allocator cannot use counts:
+    fragmentation.
     """
     on_card = where.type == "cuda"
     limit = config.memory_limit_gib if on_card else 0
-    free = min(here.free_bytes(where) / GIB, limit or float("inf"))  # of a card: its context is there already
+    free = min(
+        here.free_bytes(where) / GIB, limit or float("inf")
+    )  # of a card: its context is there already
     budget, card = (free + CONTEXT_GIB, "this") if on_card else (free, "cpu")
     try:
         found = enough_alone(config, budget, card)[:WAYS] or [fit(config, budget, card)]
@@ -68,7 +75,9 @@ def ways_out(config: Config, where: torch.device) -> str:
         )
     if not found[0].changes:
         return f"None of the changes that the ledger tries makes it fit {free_now}: take a smaller model"
-    options = "; or ".join(", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in found)
+    options = "; or ".join(
+        ", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in found
+    )
     if not found[0].fits(budget):
         return f"Nothing makes it fit the {free_now} that are free; least, {needed}, is needed with {options}"
     return f"{free_now} are free now. Cheapest ways out (predicted): {options}"

@@ -1,6 +1,8 @@
-"""Replay a traced run through the caching allocator's rules: the bytes that a card must have, not its tensors' alone.
+"""Replay a traced run through the caching allocator's rules: the bytes that a card must have, not
+its tensors' alone.
 
-Requests and frees come in the order of the trace, from moving the model to the card through three optimizer steps.
+Requests and frees come in the order of the trace, from moving the model to the card through three
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -12,16 +14,31 @@ import numpy as np
 
 from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, thinned
 from labutils.prediction.allocator import MIB, CachingAllocator, OutOfMemory, Settings, rounded
-from labutils.prediction.trace import BIRTH, CATEGORIES, DEATH, LASTING, OPERATION, Event, Segment, Trace
+from labutils.prediction.trace import (
+    BIRTH,
+    CATEGORIES,
+    DEATH,
+    LASTING,
+    OPERATION,
+    Event,
+    Segment,
+    Trace,
+)
 
-STEPS = 3  # the first makes the optimizer's state, the second finds holes where there were none, the third is as all
+# the first makes the optimizer's state, the second finds holes where there were none, the third is
+# as all
+STEPS = 3
 REPEATED_MICRO_BATCHES = 4  # so many are replayed of a step that has more
-FINENESS = 0.002  # of the smallest limit: so far apart may the largest that fails and the smallest that does not be
+# of the smallest limit: so far apart may the largest that fails and the smallest that does not be
+FINENESS = 0.002
 Request = tuple[int, int]  # number of the storage, bytes; 0 bytes give it back
 
 
 def segments_of(trace: Trace, step: int, n_micro_batches: int) -> list[Segment]:
-    """Return a step's segments in order: of more micro-batches than were traced, all later ones are like the last."""
+    """Return a step's segments in order:
+
+    Of more micro-batches than were traced, all later ones are like the last.
+    """
     segments = trace.step(step)
     last = max(segment.micro_batch or 0 for segment in segments)
     repeated = [segment for segment in segments if segment.micro_batch == last]
@@ -33,7 +50,8 @@ def segments_of(trace: Trace, step: int, n_micro_batches: int) -> list[Segment]:
 def walk(trace: Trace, n_micro_batches: int) -> Iterator[tuple[int, Segment, Event]]:
     """Yield (step, segment, event) of the first steps, in order; the model is moved in step 0.
 
-    Left out are births of what lasts in all steps but the first, and storages of 0 bytes, for which nothing is asked.
+    Left out are births of what lasts in all steps but the first, and storages of 0 bytes, for which
+    nothing is asked.
     """
     alive: set[int] = set()
     moved = Segment("", 0, None, [Event(BIRTH, "", storage) for storage in trace.standing])
@@ -42,7 +60,9 @@ def walk(trace: Trace, n_micro_batches: int) -> Iterator[tuple[int, Segment, Eve
             for event in segment.events:
                 storage = event.storage
                 if event.kind == BIRTH:
-                    if not storage.n_bytes or (storage.category in LASTING and id(storage) in alive):
+                    if not storage.n_bytes or (
+                        storage.category in LASTING and id(storage) in alive
+                    ):
                         continue
                     alive.add(id(storage))
                 elif event.kind == DEATH:
@@ -82,8 +102,12 @@ def replayed(requests: list[Request], allocator: CachingAllocator) -> CachingAll
     return allocator
 
 
-def completes(requests: list[Request], limit_bytes: float, settings: Settings, as_cap: bool = False) -> bool:
-    """Return whether an allocator that can have `limit_bytes`, or is capped to them, meets all requests."""
+def completes(
+    requests: list[Request], limit_bytes: float, settings: Settings, as_cap: bool = False
+) -> bool:
+    """Return whether an allocator that can have `limit_bytes`, or is capped to them, meets all
+    requests.
+    """
     limits = {"cap_bytes" if as_cap else "limit_bytes": limit_bytes}
     try:
         replayed(requests, CachingAllocator(settings=settings, **limits))
@@ -93,7 +117,8 @@ def completes(requests: list[Request], limit_bytes: float, settings: Settings, a
 
 
 def smallest_limit(requests: list[Request], free: CachingAllocator, as_cap: bool = False) -> int:
-    """Return the fewest bytes with which an allocator meets all requests, to FINENESS, in whole 2 MiB.
+    """Return the fewest bytes with which an allocator meets all requests, to FINENESS, in whole 2
+    MiB.
 
     `free` is one that has met them without a limit. More may be reserved where more is there: before it gives up, the
     allocator returns what it has cached.
@@ -108,11 +133,15 @@ def smallest_limit(requests: list[Request], free: CachingAllocator, as_cap: bool
     return enough * 2 * MIB
 
 
-def ledger(trace: Trace, n_micro_batches: int, method: str, settings: Settings | None) -> MemoryLedger:
-    """Return the bytes by category at each phase's peak in the last replayed step, and the timeline of that step.
+def ledger(
+    trace: Trace, n_micro_batches: int, method: str, settings: Settings | None
+) -> MemoryLedger:
+    """Return the bytes by category at each phase's peak in the last replayed step, and the timeline
+    of that step.
 
-    With the `settings` of a card's allocator a category counts requests, rounded up to 512 bytes; what blocks have
-    beyond that is ROUNDING, and the sum is what `torch.cuda.memory_allocated` tells. None is a CPU.
+    With the `settings` of a card's allocator a category counts requests, rounded up to 512 bytes;
+    what blocks have beyond that is ROUNDING, and the sum is what `torch.cuda.memory_allocated`
+    tells. None is a CPU.
     """
     books = _Books(settings)
     last = n_steps(trace) - 1
@@ -145,7 +174,9 @@ class _Books:
 
     def __init__(self, settings: Settings | None) -> None:
         self.on_card = settings is not None
-        categories = (*CATEGORIES, ROUNDING) if self.on_card else (c for c in CATEGORIES if c != WORKSPACES)
+        categories = (
+            (*CATEGORIES, ROUNDING) if self.on_card else (c for c in CATEGORIES if c != WORKSPACES)
+        )
         self.now = dict.fromkeys(categories, 0)
         self.allocator, self.blocks = CachingAllocator(settings=settings or Settings()), {}
 

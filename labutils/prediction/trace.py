@@ -1,7 +1,9 @@
-"""Trace one training step on *fake* tensors, which have shapes and dtypes but no data: what is alive, and when.
+"""Trace one training step on *fake* tensors, which have shapes and dtypes but no data: what is
+alive, and when.
 
-A dispatch mode sees every operation and notes when each storage is born and when it dies. From these events come the
-ledger (which bytes are alive at each moment) and the requests that an allocator gets (`labutils.allocator`).
+A dispatch mode sees every operation and notes when each storage is born and when it dies. From
+these events come the ledger (which bytes are alive at each moment) and the requests that an
+allocator gets (`labutils.allocator`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ from labutils.prediction.cuda_rules import PRODUCTS, borrowed, outputs_in_order
 from labutils.techniques import optimizers
 from labutils.techniques.optimizers import StepInBackward
 
-CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES, WORKSPACES)
+CATEGORIES = (
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER,
+    ACTIVATIONS,
+    CAST_WEIGHTS,
+    LOGITS,
+    TEMPORARIES,
+    WORKSPACES,
+)
 LASTING = (PARAMETERS, OPTIMIZER, WORKSPACES)  # what is alive from one step to the next
 OPERATION, BIRTH, DEATH = "operation", "birth", "death"
 aten = torch.ops.aten
@@ -45,7 +56,8 @@ aten = torch.ops.aten
 class Storage:
     """One allocation: its size in bytes, what it is for, and the operation that made it.
 
-    What a kernel borrows has a `rule` that computes the bytes from some `numbers` (see `cuda_rules.borrowed`).
+    What a kernel borrows has a `rule` that computes the bytes from some `numbers` (see
+    `cuda_rules.borrowed`).
     """
 
     n_bytes: int
@@ -56,7 +68,9 @@ class Storage:
 
 
 class Event(NamedTuple):
-    """An operation, or the birth or death of a storage; `name` is the operation's, or of the one that made it."""
+    """An operation, or the birth or death of a storage; `name` is the operation's, or of the one
+    that made it.
+    """
 
     kind: str
     name: str
@@ -65,7 +79,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A part of a step, in order. `step` counts from 0; `micro_batch` too, None where there is none."""
+    """A part of a step, in order.
+
+    `step` counts from 0; `micro_batch` too, None where there is none.
+    """
 
     phase: str
     step: int
@@ -75,10 +92,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trace:
-    """The first step of a training run. `standing` are parameters and buffers, in the order in which they are made.
+    """The first step of a training run. `standing` are parameters and buffers, in the order in
+    which they are made.
 
-    In this step the optimizer makes its state, so later steps are this one without what lasts (LASTING). Where a
-    second step was traced because it differs, its segments follow.
+    In this step the optimizer makes its state, so later steps are this one without what lasts
+    (LASTING). Where a second step was traced because it differs, its segments follow.
     """
 
     standing: list[Storage]
@@ -106,7 +124,9 @@ class StorageLog(TorchDispatchMode):
         self.segments: list[Segment] = []
         self.events: list[Event] = []  # of the segment that is being traced
         self.alive: dict[int, tuple[Storage, weakref.ref]] = {}
-        self.handles: set[bool] = set()  # cuBLAS's: one of the thread that runs forward, one of autograd's
+        self.handles: set[bool] = (
+            set()
+        )  # cuBLAS's: one of the thread that runs forward, one of autograd's
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
@@ -124,7 +144,9 @@ class StorageLog(TorchDispatchMode):
         return self.alive[tensor.untyped_storage()._cdata][0]
 
     def on_device(self, batch: Any) -> Any:
-        """Return a batch as it is moved to a card, in tensors of its own; on a CPU the batch itself."""
+        """Return a batch as it is moved to a card, in tensors of its own; on a CPU the batch
+        itself.
+        """
         return tree_map_only(torch.Tensor, torch.clone, batch) if self.gpu else batch
 
     def _see(self, tensor: torch.Tensor, category: str, operation: str) -> None:
@@ -142,21 +164,33 @@ class StorageLog(TorchDispatchMode):
         self.events.append(Event(BIRTH, operation, entry))
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation is aten.add.Tensor and not torch.is_grad_enabled() and _adds_in_place(*args[:2]):
+        if (
+            operation is aten.add.Tensor
+            and not torch.is_grad_enabled()
+            and _adds_in_place(*args[:2])
+        ):
             operation = aten.add_.Tensor
         out = operation(*args, **(kwargs or {}))
         tensors = (
-            [out] if isinstance(out, torch.Tensor) else [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            [out]
+            if isinstance(out, torch.Tensor)
+            else [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         )
         if not tensors:  # a question, for the device say
             return out
         name = str(operation)
         on_lists = self.phase == "optimizer" and _is_list_of_tensors(args[0] if args else None)
-        if on_lists:  # what it makes, and what dies before it, is as long as the list: segments repeat one part only
+        # what it makes, and what dies before it, is as long as the list: segments repeat one part
+        # only
+        if on_lists:
             self.begin(self.phase)
         self.events.append(Event(OPERATION, name))
         category = BORN_IN.get(self.phase, TEMPORARIES)
-        if self.phase in BORN_IN and operation is aten._to_copy.default and self._is_parameter(args[0]):
+        if (
+            self.phase in BORN_IN
+            and operation is aten._to_copy.default
+            and self._is_parameter(args[0])
+        ):
             category = CAST_WEIGHTS
         for tensor in outputs_in_order(operation, tensors) if self.gpu else tensors:
             self._see(tensor, category, name)
@@ -167,7 +201,9 @@ class StorageLog(TorchDispatchMode):
         return out
 
     def _borrow(self, operation: Any, args: tuple, name: str) -> None:
-        """Note what the kernels of an operation request for themselves, and cuBLAS's workspaces, which stay."""
+        """Note what the kernels of an operation request for themselves, and cuBLAS's workspaces,
+        which stay.
+        """
         thread = self.phase == "backward"
         if operation in PRODUCTS and thread not in self.handles:
             self.handles.add(thread)
@@ -183,27 +219,40 @@ class StorageLog(TorchDispatchMode):
 
 
 def _is_list_of_tensors(argument: Any) -> bool:
-    return isinstance(argument, (list, tuple)) and bool(argument) and isinstance(argument[0], torch.Tensor)
+    return (
+        isinstance(argument, (list, tuple))
+        and bool(argument)
+        and isinstance(argument[0], torch.Tensor)
+    )
 
 
 def _adds_in_place(a: Any, b: Any) -> bool:
     """Return whether autograd would sum these two gradients in place.
 
-    It does where it alone holds the first buffer (can_accumulate_inplace in input_buffer.cpp), but never under a
-    dispatch mode, so the log has to. 4 and 2 are the reference counts of such a buffer here, python's included; they
-    are private to torch, and the tests against the real allocator notice when they change.
+    It does where it alone holds the first buffer (can_accumulate_inplace in input_buffer.cpp), but
+    never under a dispatch mode, so the log has to. 4 and 2 are the reference counts of such a
+    buffer here, python's included; they are private to torch, and the tests against the real
+    allocator notice when they change.
     """
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape or a.dtype != b.dtype:
+    if (
+        not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor))
+        or a.shape != b.shape
+        or a.dtype != b.dtype
+    ):
         return False
     return a._use_count() == 4 and torch._C._storage_Use_Count(a.untyped_storage()._cdata) == 2
 
 
 @contextmanager
 def each_slab_size_once(log: StorageLog) -> Iterator[None]:
-    """Inside, `SmallAdamW` computes one slab of each size; for the others the events of that one are repeated."""
+    """Inside, `SmallAdamW` computes one slab of each size; for the others the events of that one
+    are repeated.
+    """
     update, seen = optimizers._update, {}
 
-    def update_or_repeat(p: torch.Tensor, gradient: torch.Tensor, *moments: torch.Tensor, **how: Any) -> None:
+    def update_or_repeat(
+        p: torch.Tensor, gradient: torch.Tensor, *moments: torch.Tensor, **how: Any
+    ) -> None:
         key = p.shape, p.dtype, gradient.dtype, len(moments)
         if key in seen:
             copies = {id(e.storage): replace(e.storage) for e in seen[key] if e.kind == BIRTH}
@@ -221,13 +270,17 @@ def each_slab_size_once(log: StorageLog) -> Iterator[None]:
 
 
 def tensors_in_order(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a module's parameters and buffers in the order in which `module.to(device)` moves them, each once."""
+    """Yield a module's parameters and buffers in the order in which `module.to(device)` moves them,
+    each once.
+    """
     inner = itertools.chain.from_iterable(tensors_in_order(child) for child in module.children())
     own = (*module._parameters.values(), *module._buffers.values())
     return iter({id(t): t for t in (*inner, *own) if t is not None}.values())
 
 
-def _group_by_group(optimizer: torch.optim.Optimizer | StepInBackward, log: StorageLog, call: Callable) -> None:
+def _group_by_group(
+    optimizer: torch.optim.Optimizer | StepInBackward, log: StorageLog, call: Callable
+) -> None:
     """Call an optimizer's method for one parameter group after the other: each is a segment."""
     log.begin("optimizer")
     if isinstance(optimizer, StepInBackward):
@@ -255,19 +308,27 @@ def trace_step(
 ) -> Trace:
     """Take the first step of a run on fake tensors inside `log` and return its trace.
 
-    What a GradScaler computes is a few scalars: only the product with the scale is traced. `keep_outputs` traces the
-    loop whose variable `outputs` (with the logits) lives until the next step's forward pass has replaced it: two steps.
+    What a GradScaler computes is a few scalars: only the product with the scale is traced.
+    `keep_outputs` traces the loop whose variable `outputs` (with the logits) lives until the next
+    step's forward pass has replaced it: two steps.
     """
     parameters = list(model.parameters())
     for tensor in tensors_in_order(model):
         log.name(tensor, PARAMETERS)
     standing = [log.of(tensor) for tensor in tensors_in_order(model)]
-    handles = [p.register_post_accumulate_grad_hook(lambda p: log.name(p.grad, GRADIENTS)) for p in parameters]
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda p: log.name(p.grad, GRADIENTS))
+        for p in parameters
+    ]
     if isinstance(optimizer, StepInBackward):
         optimizer.attach()  # a gradient has a name before it is freed
     kept: list[Any] = [None]
     if keep_outputs:
-        handles.append(model.register_forward_hook(lambda _model, _inputs, outputs: kept.__setitem__(0, outputs)))
+        handles.append(
+            model.register_forward_hook(
+                lambda _model, _inputs, outputs: kept.__setitem__(0, outputs)
+            )
+        )
     handles.append(when_loss_begins(model, lambda: log.begin("loss")))
     for log.step in range(1 + keep_outputs):
         for log.micro_batch, micro_batch in enumerate(micro_batches):
@@ -281,7 +342,8 @@ def trace_step(
             del loss
         log.micro_batch = None
         log.begin("optimizer")
-        if max_grad_norm:  # clip_grad_norm_ in its two halves: a segment repeats one part only (see `extrapolation`)
+        # clip_grad_norm_ in its two halves: a segment repeats one part only (see `extrapolation`)
+        if max_grad_norm:
             norm = nn.utils.get_total_norm([p.grad for p in parameters])
             log.begin("optimizer")
             nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
@@ -297,12 +359,21 @@ def trace_step(
 
 
 def _order_deaths(segments: list[Segment]) -> None:
-    """Sort deaths that follow each other by birth: autocast forgets cast weights in an order that differs each time."""
-    births = (event.storage for segment in segments for event in segment.events if event.kind == BIRTH)
+    """Sort deaths that follow each other by birth:
+
+    Autocast forgets cast weights in an order that differs each time.
+    """
+    births = (
+        event.storage for segment in segments for event in segment.events if event.kind == BIRTH
+    )
     number = {id(storage): i for i, storage in enumerate(births)}
     for segment in segments:
         runs = itertools.groupby(segment.events, key=lambda event: event.kind == DEATH)
         ordered: list[Event] = []
         for are_deaths, run in runs:
-            ordered += sorted(run, key=lambda event: number.get(id(event.storage), -1)) if are_deaths else run
+            ordered += (
+                sorted(run, key=lambda event: number.get(id(event.storage), -1))
+                if are_deaths
+                else run
+            )
         segment.events[:] = ordered

@@ -21,14 +21,20 @@ from labutils.techniques import precision
 from labutils.techniques.loss import lm_loss_sum
 from labutils.workload.build import build_optimizer, float32_model
 
-FEW_LAYERS = 2, 3  # traced in place of more: a first and a last one; of units if blocks are checkpointed together
+FEW_LAYERS = (
+    2,
+    3,
+)  # traced in place of more: a first and a last one; of units if blocks are checkpointed together
 FEW_SEQUENCES = 2, 3  # likewise; a batch of one has views where larger ones have copies
 CPU = torch.device("cpu")
 DEFAULT, EXPANDABLE = Settings(), Settings(expandable_segments=True)
 
 
 def _settings(config: Config, device: str) -> Settings:
-    """Return how a config's run sets the allocator: on the GPU here the environment counts, and what the system has."""
+    """Return how a config's run sets the allocator:
+
+    On the GPU here the environment counts, and what the system has.
+    """
     if device != "this":
         return EXPANDABLE if config.expandable_segments else DEFAULT
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -38,9 +44,24 @@ def _settings(config: Config, device: str) -> Settings:
 
 
 def _step_only(config: Config) -> Config:
-    """Return the config with one value in all keys that leave the bytes of a step alone: equal steps, traced once."""
-    same = {"name": "x", "note": "", "seed": 0, "corpus": "stdlib", "steps": 1, "learning_rate": 1e-3}
-    same |= {"lr_schedule": "constant", "lr_warmup_steps": 0, "eval_every": 0, "micro_batch_size": 1}
+    """Return the config with one value in all keys that leave the bytes of a step alone:
+
+    Equal steps, traced once.
+    """
+    same = {
+        "name": "x",
+        "note": "",
+        "seed": 0,
+        "corpus": "stdlib",
+        "steps": 1,
+        "learning_rate": 1e-3,
+    }
+    same |= {
+        "lr_schedule": "constant",
+        "lr_warmup_steps": 0,
+        "eval_every": 0,
+        "micro_batch_size": 1,
+    }
     same |= {"tokens_per_step": config.seq_len, "memory_limit_gib": 0, "weights": "random"}
     same |= {"compile": "off", "expandable_segments": False}
     return config.model_copy(update=same)
@@ -48,17 +69,29 @@ def _step_only(config: Config) -> Config:
 
 @lru_cache(maxsize=128)
 def _trace(
-    config_json: str, device: str, micro_batch_size: int, n_micro_batches: int, keep_outputs: bool, n_layer: int
+    config_json: str,
+    device: str,
+    micro_batch_size: int,
+    n_micro_batches: int,
+    keep_outputs: bool,
+    n_layer: int,
 ) -> Trace:
     config = Config.model_validate_json(config_json)
     with _fake_world(device) as (log, _):
         with _default_dtype(torch.bfloat16 if config.precision == "pure_bf16" else torch.float32):
-            model = float32_model(config, n_layer)  # random: the shapes of pretrained ones, no download
-        ids = [torch.zeros((micro_batch_size, config.seq_len), dtype=torch.int64) for _ in range(n_micro_batches)]
+            model = float32_model(
+                config, n_layer
+            )  # random: the shapes of pretrained ones, no download
+        ids = [
+            torch.zeros((micro_batch_size, config.seq_len), dtype=torch.int64)
+            for _ in range(n_micro_batches)
+        ]
         return trace_step(
             model,
             [{"input_ids": i, "labels": i} for i in ids],
-            lambda model, batch: lm_loss_sum(model, batch, config.loss_chunk_tokens) / config.seq_len,
+            lambda model, batch: (
+                lm_loss_sum(model, batch, config.loss_chunk_tokens) / config.seq_len
+            ),
             build_optimizer(model, config),
             log,
             autocast=partial(precision.autocast, config.precision, CPU),
@@ -70,7 +103,9 @@ def _trace(
 
 @contextmanager
 def _fake_world(device: str) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
-    """Inside, tensors are fake, operations allocate what those of `device` would, and the log sees them."""
+    """Inside, tensors are fake, operations allocate what those of `device` would, and the log sees
+    them.
+    """
     gpu = None if device == "cpu" else card_named(device).gpu
     log = StorageLog(gpu)
     with ExitStack() as stack:
@@ -93,4 +128,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     twin = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    return (
+        nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else twin
+    )

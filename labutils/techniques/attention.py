@@ -17,13 +17,15 @@ SDPA_KERNELS = {
 
 
 def use_attention(model: nn.Module, kind: str) -> None:
-    """Choose how a Hugging Face model attends; without padding no causal mask exists as a tensor, but in `eager`.
+    """Choose how a Hugging Face model attends; without padding no causal mask exists as a tensor,
+    but in `eager`.
 
     `eager` is Hugging Face's own, with (T, T) matrices and mask; `sdpa` its own call of fused kernels. The others call
-    torch's scaled_dot_product_attention here: its `math`, memory-`efficient` or `flash` kernel, which raises
-    RuntimeError where it does not exist, or the one that torch prefers (`auto`). Under a tracer (torch.compile, or on
-    fake tensors) transformers' `sdpa` builds the mask as a tensor, which rules flash attention out; and before every
-    eager step it looks for packed sequences on the device, for which the CPU waits.
+    torch's scaled_dot_product_attention here: its `math`, memory-`efficient` or `flash` kernel,
+    which raises RuntimeError where it does not exist, or the one that torch prefers (`auto`). Under
+    a tracer (torch.compile, or on fake tensors) transformers' `sdpa` builds the mask as a tensor,
+    which rules flash attention out; and before every eager step it looks for packed sequences on
+    the device, for which the CPU waits.
     """
     from transformers import AttentionInterface
 
@@ -41,16 +43,24 @@ def use_attention(model: nn.Module, kind: str) -> None:
         return out.transpose(1, 2).contiguous(), None
 
     def with_4d_mask(module, args, inputs):
-        """Join padding (B, T) and causality as (B, 1, T, T), True where a position may be read; none without padding.
+        """Join padding (B, T) and causality as (B, 1, T, T), True where a position may be read;
+        none without padding.
 
-        transformers hands a 4-D mask on as it is, and for an attention without a mask function builds none of its own.
+        transformers hands a 4-D mask on as it is, and for an attention without a mask function
+        builds none of its own.
         """
         padding = inputs.get("attention_mask")
         if padding is not None and padding.ndim == 2 and module.config._attn_implementation == name:
             keys = padding.shape[1]
-            given = next(t for t in (*args, inputs.get("input_ids"), inputs.get("inputs_embeds")) if t is not None)
+            given = next(
+                t
+                for t in (*args, inputs.get("input_ids"), inputs.get("inputs_embeds"))
+                if t is not None
+            )
             queries = keys if inputs.get("past_key_values") is None else given.shape[1]
-            causal = torch.ones(keys, keys, dtype=torch.bool, device=padding.device).tril()[-queries:]
+            causal = torch.ones(keys, keys, dtype=torch.bool, device=padding.device).tril()[
+                -queries:
+            ]
             inputs["attention_mask"] = causal & padding.bool()[:, None, None, :]
         return args, inputs
 

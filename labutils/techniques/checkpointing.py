@@ -1,4 +1,7 @@
-"""What autograd keeps of GPT-2's blocks between forward and backward: everything, some of it, or next to nothing."""
+"""What autograd keeps of GPT-2's blocks between forward and backward:
+
+Everything, some of it, or next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
-BLOCKS_PER_UNIT = {"block": 1, "every_2": 2, "every_3": 3, "every_4": 4, "selective": 1, "offload": 1}
+BLOCKS_PER_UNIT = {
+    "block": 1,
+    "every_2": 2,
+    "every_3": 3,
+    "every_4": 4,
+    "selective": 1,
+    "offload": 1,
+}
 MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default]
 ATTENTION = [
     aten._scaled_dot_product_flash_attention.default,
@@ -24,12 +34,14 @@ ATTENTION = [
 
 
 class Units(nn.ModuleList):
-    """GPT-2's blocks, which run in units of one or several: iterating gives callables that follow the policy.
+    """GPT-2's blocks, which run in units of one or several: iterating gives callables that follow
+    the policy.
 
-    Names of parameters, indexing and len() are those of the plain list. Wherever gradients are recorded the policy is
-    active, in `eval()` too: Hugging Face's own switch is then silently off. `selective` keeps the results of matrix
-    products, and of attention if it draws no dropout mask: skipping its draw would give the masks that follow it
-    other random numbers when they are computed again.
+    Names of parameters, indexing and len() are those of the plain list. Wherever gradients are
+    recorded the policy is active, in `eval()` too: Hugging Face's own switch is then silently off.
+    `selective` keeps the results of matrix products, and of attention if it draws no dropout mask:
+    skipping its draw would give the masks that follow it other random numbers when they are
+    computed again.
     """
 
     def __init__(self, blocks: nn.ModuleList, policy: str, attention_dropout: float) -> None:
@@ -41,20 +53,32 @@ class Units(nn.ModuleList):
         blocks, size = list(super().__iter__()), BLOCKS_PER_UNIT[self.policy]
         return (partial(self._run, blocks[i : i + size]) for i in range(0, len(blocks), size))
 
-    def _run(self, blocks: list[nn.Module], hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def _run(
+        self, blocks: list[nn.Module], hidden: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
         def unit(hidden: torch.Tensor) -> Any:
             for block in blocks:
                 out = block(hidden, *args, **options)
-                hidden = out[0] if isinstance(out, tuple) else out  # older transformers return a tuple
+                hidden = (
+                    out[0] if isinstance(out, tuple) else out
+                )  # older transformers return a tuple
             return out
 
         if not torch.is_grad_enabled():
             return unit(hidden)
         if self.policy == "offload":
-            with saved_tensors_hooks(lambda tensor: on_host(tensor), lambda bring_back: bring_back()):
+            with saved_tensors_hooks(
+                lambda tensor: on_host(tensor), lambda bring_back: bring_back()
+            ):
                 return unit(hidden)
-        context = partial(create_selective_checkpoint_contexts, self.kept) if self.policy == "selective" else _nothing
-        return checkpoint(unit, hidden, use_reentrant=False, preserve_rng_state=True, context_fn=context)
+        context = (
+            partial(create_selective_checkpoint_contexts, self.kept)
+            if self.policy == "selective"
+            else _nothing
+        )
+        return checkpoint(
+            unit, hidden, use_reentrant=False, preserve_rng_state=True, context_fn=context
+        )
 
 
 def _nothing() -> tuple[nullcontext, nullcontext]:
@@ -64,8 +88,9 @@ def _nothing() -> tuple[nullcontext, nullcontext]:
 def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Copy a tensor to host memory and return a function that brings it back to its device.
 
-    As `torch.autograd.graph.save_on_cpu`, but parameters, which live on the device anyway, stay there (their 16-bit
-    copies under autocast travel). On a CPU host and device are one memory: the copy is made, and saves nothing.
+    As `torch.autograd.graph.save_on_cpu`, but parameters, which live on the device anyway, stay
+    there (their 16-bit copies under autocast travel). On a CPU host and device are one memory: the
+    copy is made, and saves nothing.
     """
     if isinstance(tensor, nn.Parameter):
         return lambda: tensor

@@ -1,4 +1,7 @@
-"""torch.compile for a loss function, with a way back: where nothing can be compiled, the function itself, and why."""
+"""torch.compile for a loss function, with a way back:
+
+Where nothing can be compiled, the function itself, and why.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,18 @@ import torch
 
 OFF = "off"
 FEW_SMS = "Not enough SMs to use max_autotune_gemm mode"  # of the logger torch._inductor.utils
-TF32_IS_OFF = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled"
+TF32_IS_OFF = (
+    "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled"
+)
 
 
 def silence_known_warnings() -> None:
     """Keep two of the compiler's own warnings from the reader; all others come through.
 
-    FEW_SMS comes on every card with fewer than 68 multiprocessors, also for modes that try no kernels: the compiler
-    then takes cuBLAS's matrix multiplications, and nothing can be done about it. TF32_IS_OFF comes with every float32
-    model on Ampere or later: here float32 is meant, and `precision: tf32` is the experiment beside it.
+    FEW_SMS comes on every card with fewer than 68 multiprocessors, also for modes that try no
+    kernels: the compiler then takes cuBLAS's matrix multiplications, and nothing can be done about
+    it. TF32_IS_OFF comes with every float32 model on Ampere or later: here float32 is meant, and
+    `precision: tf32` is the experiment beside it.
     """
     logging.getLogger("torch._inductor.utils").addFilter(_is_worth_reading)
     warnings.filterwarnings("ignore", message=TF32_IS_OFF, category=UserWarning)
@@ -29,10 +35,16 @@ def _is_worth_reading(record: logging.LogRecord) -> bool:
     return record.getMessage() != FEW_SMS
 
 
-def mode_and_arguments(mode: str, device_type: str, accumulates: bool) -> tuple[str, dict[str, Any]]:
+def mode_and_arguments(
+    mode: str, device_type: str, accumulates: bool
+) -> tuple[str, dict[str, Any]]:
     """Return the mode that is used on a device, and what `torch.compile` is told."""
-    if accumulates and device_type == "cuda":  # a CUDA graph overwrites the gradients that its last run has left
-        mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
+    if (
+        accumulates and device_type == "cuda"
+    ):  # a CUDA graph overwrites the gradients that its last run has left
+        mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
+            mode, mode
+        )
     if mode == "reduce-overhead" and device_type == "cpu":
         return mode, {"options": {"cpp_wrapper": True}}
     return mode, {} if mode == "default" else {"mode": mode}
@@ -41,15 +53,20 @@ def mode_and_arguments(mode: str, device_type: str, accumulates: bool) -> tuple[
 class CompiledLoss:
     """`loss_fn(model, batch)` compiled by `torch.compile`; `report` says in words what happened.
 
-    Forward and backward pass become fused kernels, compiled at the first call (half a minute is normal). If that fails,
-    for want of Triton on a GPU or of a C++ compiler on a CPU, this call and all later ones run `loss_fn` eagerly.
-    Evaluation (no gradients) is eager: it would need kernels of its own. `mode`: `default`; `reduce-overhead`, which
-    spares launches (CUDA graphs on a GPU, a wrapper in C++ on a CPU); `max-autotune`, which tries several kernels, and
-    uses CUDA graphs too. With `accumulates` there are no graphs on a GPU.
+    Forward and backward pass become fused kernels, compiled at the first call (half a minute is
+    normal). If that fails, for want of Triton on a GPU or of a C++ compiler on a CPU, this call and
+    all later ones run `loss_fn` eagerly. Evaluation (no gradients) is eager: it would need kernels
+    of its own. `mode`: `default`; `reduce-overhead`, which spares launches (CUDA graphs on a GPU, a
+    wrapper in C++ on a CPU); `max-autotune`, which tries several kernels, and uses CUDA graphs too.
+    With `accumulates` there are no graphs on a GPU.
     """
 
     def __init__(
-        self, loss_fn: Callable[[Any, Any], torch.Tensor], mode: str, where: torch.device, accumulates: bool = False
+        self,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        mode: str,
+        where: torch.device,
+        accumulates: bool = False,
     ) -> None:
         silence_known_warnings()
         self.eager, self.failure = loss_fn, ""
@@ -61,7 +78,9 @@ class CompiledLoss:
             return self.eager(model, batch)
         try:
             return self.compiled(model, batch)
-        except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself raises, out of memory say
+        except (
+            torch._dynamo.exc.TorchDynamoException
+        ) as error:  # not what the model itself raises, out of memory say
             self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             return self.eager(model, batch)
 

@@ -11,10 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary format of IEEE 754's kind: 1 sign bit, then exponent and mantissa bits; `dtype` is torch's.
+    """A binary format of IEEE 754's kind: 1 sign bit, then exponent and mantissa bits; `dtype` is
+    torch's.
 
-    A number is (-1)^sign · 1.mantissa · 2^(exponent - bias), or, with exponent bits all zero, the subnormal
-    (-1)^sign · 0.mantissa · 2^(1 - bias).
+    A number is (-1)^sign · 1.mantissa · 2^(exponent - bias), or, with exponent bits all zero, the
+    subnormal (-1)^sign · 0.mantissa · 2^(1 - bias).
     """
 
     name: str
@@ -39,7 +40,10 @@ class FloatFormat:
 
     @property
     def min_subnormal(self) -> float:
-        """The smallest positive number; half of it, and anything smaller, rounds to zero: underflow."""
+        """The smallest positive number; half of it, and anything smaller, rounds to zero:
+
+        Underflow.
+        """
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
@@ -61,22 +65,36 @@ FORMATS = (FP32, TF32, BF16, FP16)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """Return `value` as it is stored in `dtype`: rounded to nearest even, inf beyond the range, zero below it."""
+    """Return `value` as it is stored in `dtype`:
+
+    Rounded to nearest even, inf beyond the range, zero below it.
+    """
     return torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64).item()
 
 
 def bits(value: float, number_format: FloatFormat) -> tuple[str, str, str]:
-    """Return (sign, exponent, mantissa) of a value in a format that torch has, as strings of 0 and 1."""
+    """Return (sign, exponent, mantissa) of a value in a format that torch has, as strings of 0 and
+    1.
+    """
     n_bits = 1 + number_format.exponent_bits + number_format.mantissa_bits
     raw = torch.tensor(value, dtype=torch.float64).to(number_format.dtype)
     # bfloat16 is the upper half of float32; struct knows float16 ("e") and float32 ("f")
-    packed = struct.pack(">e", raw.item()) if n_bits == 16 and number_format.name == "FP16" else struct.pack(">f", raw)
+    packed = (
+        struct.pack(">e", raw.item())
+        if n_bits == 16 and number_format.name == "FP16"
+        else struct.pack(">f", raw)
+    )
     text = "".join(f"{byte:08b}" for byte in packed)[:n_bits]
-    return text[0], text[1 : 1 + number_format.exponent_bits], text[1 + number_format.exponent_bits :]
+    return (
+        text[0],
+        text[1 : 1 + number_format.exponent_bits],
+        text[1 + number_format.exponent_bits :],
+    )
 
 
 def fp16_fate(values: torch.Tensor, scale: float = 1.0) -> dict[str, float]:
-    """Return which share of the non-zero `values`, multiplied by `scale`, FP16 keeps: the four shares sum to 1.
+    """Return which share of the non-zero `values`, multiplied by `scale`, FP16 keeps: the four
+    shares sum to 1.
 
     "zero": lost; "subnormal": kept with fewer bits; "normal"; "inf": overflow.
     """

@@ -1,4 +1,7 @@
-"""AdamW in less memory: moments of one or two bytes, 16-bit weights rounded by chance, and a step inside backward."""
+"""AdamW in less memory:
+
+Moments of one or two bytes, 16-bit weights rounded by chance, and a step inside backward.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labutils.techniques.quantization import BLOCK, FIRST, SECOND, pack, round_stochastically, unpack
+from labutils.techniques.quantization import (
+    BLOCK,
+    FIRST,
+    SECOND,
+    pack,
+    round_stochastically,
+    unpack,
+)
 
 SLAB = 1 << 22  # numbers that are float32 at once; a multiple of BLOCK
 
 
 class SmallAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see `pack`).
+    """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see
+    `pack`).
 
-    Computes in float32, a slab of SLAB numbers at a time, so that little of it is ever unpacked. Weights in bfloat16
-    and moments are rounded stochastically. Slower than torch's fused AdamW: a slab takes dozens of small operations.
+    Computes in float32, a slab of SLAB numbers at a time, so that little of it is ever unpacked.
+    Weights in bfloat16 and moments are rounded stochastically. Slower than torch's fused AdamW: a
+    slab takes dozens of small operations.
     """
 
     def __init__(
@@ -31,7 +43,10 @@ class SmallAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         bits: int = 8,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bits": bits})
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bits": bits},
+        )
 
     @torch.no_grad()
     def step(self) -> None:
@@ -40,20 +55,27 @@ class SmallAdamW(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p] or self._start(p, group["bits"])
                 state["step"] += 1
-                keys = ("exp_avg", "exp_avg_sq", "scale", "scale_sq")[: 4 if group["bits"] == 8 else 2]
+                keys = ("exp_avg", "exp_avg_sq", "scale", "scale_sq")[
+                    : 4 if group["bits"] == 8 else 2
+                ]
                 flat = [p.view(-1).split(SLAB), p.grad.reshape(-1).split(SLAB)]
                 blocks = [state[key].split(SLAB // BLOCK) for key in keys]
                 for p_slab, gradient, *moments in zip(*flat, *blocks, strict=True):
                     _update(p_slab, gradient, *moments, group=group, step=state["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` has returned; codes and scales keep their dtypes, which torch would cast."""
+        """Load what `state_dict` has returned; codes and scales keep their dtypes, which torch
+        would cast.
+        """
         super().load_state_dict(state_dict)
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(numbers, parameters, strict=True):
             saved = state_dict["state"].get(i, {})
-            self.state[p] = {k: v.clone().to(p.device) if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
+            self.state[p] = {
+                k: v.clone().to(p.device) if isinstance(v, torch.Tensor) else v
+                for k, v in saved.items()
+            }
 
     def make_state(self) -> None:
         """Make all moments now, as zeros; otherwise the first step does."""
@@ -63,17 +85,26 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
         first, second = (FIRST[0], SECOND[0]) if bits == 8 else (torch.bfloat16, torch.bfloat16)
-        shape, state = (-(-p.numel() // BLOCK), BLOCK), self.state[p]  # the last block may be longer than it need be
+        shape, state = (
+            (-(-p.numel() // BLOCK), BLOCK),
+            self.state[p],
+        )  # the last block may be longer than it need be
         state |= {"step": 0, "exp_avg": torch.zeros(shape, dtype=first, device=p.device)}
         state["exp_avg_sq"] = torch.zeros(shape, dtype=second, device=p.device)
         if bits == 8:
             for key in ("scale", "scale_sq"):
-                state[key] = torch.zeros(len(state["exp_avg"]), 1, dtype=torch.float32, device=p.device)
+                state[key] = torch.zeros(
+                    len(state["exp_avg"]), 1, dtype=torch.float32, device=p.device
+                )
         return state
 
 
-def _update(p, gradient, exp_avg, exp_avg_sq, scale=None, scale_sq=None, *, group: dict[str, Any], step: int) -> None:
-    """Do one slab of one parameter, `(n,)`, its moments `(blocks, BLOCK)`; all but the gradient is changed in place."""
+def _update(
+    p, gradient, exp_avg, exp_avg_sq, scale=None, scale_sq=None, *, group: dict[str, Any], step: int
+) -> None:
+    """Do one slab of one parameter, `(n,)`, its moments `(blocks, BLOCK)`; all but the gradient is
+    changed in place.
+    """
     beta1, beta2 = group["betas"]
     n, gradient = len(p), gradient.float()
     if n % BLOCK:
@@ -89,14 +120,18 @@ def _update(p, gradient, exp_avg, exp_avg_sq, scale=None, scale_sq=None, *, grou
     _keep(second, exp_avg_sq, scale_sq, SECOND)
     del second
     weights = p.float().mul_(1 - group["lr"] * group["weight_decay"])  # not a copy if p is float32
-    weights.addcdiv_(first.view(-1)[:n], denominator.view(-1)[:n], value=-group["lr"] / (1 - beta1**step))
+    weights.addcdiv_(
+        first.view(-1)[:n], denominator.view(-1)[:n], value=-group["lr"] / (1 - beta1**step)
+    )
     if p.dtype == torch.bfloat16:
         weights = round_stochastically(weights)
     if p.dtype != torch.float32:
         p.copy_(weights)
 
 
-def _keep(moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, kind: tuple) -> None:
+def _keep(
+    moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, kind: tuple
+) -> None:
     if scale is None:
         stored.copy_(round_stochastically(moment))
     else:
@@ -104,7 +139,10 @@ def _keep(moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None
 
 
 def make_state(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Let an optimizer make its state before the first step: ours directly, torch's by a step on gradients of zero."""
+    """Let an optimizer make its state before the first step:
+
+    Ours directly, torch's by a step on gradients of zero.
+    """
     if hasattr(optimizer, "make_state"):
         optimizer.make_state()
         return
@@ -115,10 +153,12 @@ def make_state(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """Return a hook that calls a method as long as its object lives, and does not keep the object alive.
+    """Return a hook that calls a method as long as its object lives, and does not keep the object
+    alive.
 
-    Autograd holds hooks where Python's garbage collector does not look. A hook that kept the optimizer alive, which
-    has the parameters, which have the hook, would never be freed, and the whole model with it.
+    Autograd holds hooks where Python's garbage collector does not look. A hook that kept the
+    optimizer alive, which has the parameters, which have the hook, would never be freed, and the
+    whole model with it.
     """
     reference = weakref.WeakMethod(method)
 
@@ -130,21 +170,29 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
 
 
 class StepInBackward:
-    """Any optimizer, its step for each parameter taken as soon as backward has finished that parameter's gradient.
+    """Any optimizer, its step for each parameter taken as soon as backward has finished that
+    parameter's gradient.
 
-    The gradient is freed at once, so that all gradients never live together. That rules out what needs them together:
-    a global norm to clip to, several micro-batches, a loss scale. Stands in for the optimizer: `step` and `zero_grad`
-    find nothing left to do. The caller holds it, as any optimizer: once it is gone, nothing is updated any more.
+    The gradient is freed at once, so that all gradients never live together. That rules out what
+    needs them together: a global norm to clip to, several micro-batches, a loss scale. Stands in
+    for the optimizer: `step` and `zero_grad` find nothing left to do. The caller holds it, as any
+    optimizer: once it is gone, nothing is updated any more.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         new = type(optimizer)
-        self.parts = {p: new([group | {"params": [p]}]) for group in optimizer.param_groups for p in group["params"]}
+        self.parts = {
+            p: new([group | {"params": [p]}])
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         self._handles: list[Any] = []
         self.attach()
 
     def attach(self) -> None:
-        """Register the hooks; once more, to come after hooks that others have registered and that read gradients."""
+        """Register the hooks; once more, to come after hooks that others have registered and that
+        read gradients.
+        """
         self.detach()
         hook = _weakly(self._step_one)
         self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parts]
@@ -155,7 +203,9 @@ class StepInBackward:
             handle.remove()
 
     def make_state(self) -> None:
-        """Make all moments now, by a step on gradients of zero where the optimizer knows no other way."""
+        """Make all moments now, by a step on gradients of zero where the optimizer knows no other
+        way.
+        """
         for p, part in self.parts.items():
             make_state(part, [p])
 

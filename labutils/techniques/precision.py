@@ -1,4 +1,7 @@
-"""From a precision's name to what torch needs: autocast, GradScaler, TF32 switch; and what this device makes of it."""
+"""From a precision's name to what torch needs:
+
+Autocast, GradScaler, TF32 switch; and what this device makes of it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ class PrecisionUnsupported(RuntimeError):
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a device runs a precision (`ok`), without fast hardware for it (`slow`), and the reason in words."""
+    """Whether a device runs a precision (`ok`), without fast hardware for it (`slow`), and the
+    reason in words.
+    """
 
     ok: bool
     slow: bool
@@ -39,10 +44,11 @@ class Support:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return the context for forward pass and loss: `torch.autocast` for fp16 and bf16, else one that does nothing.
+    """Return the context for forward pass and loss: `torch.autocast` for fp16 and bf16, else one
+    that does nothing.
 
-    Like all functions here that take a precision, it raises ValueError for what is none. `16bit` is none: it is a
-    config's word for two, and `without_choice` says which.
+    Like all functions here that take a precision, it raises ValueError for what is none. `16bit` is
+    none: it is a config's word for two, and `without_choice` says which.
     """
     _require_known(precision)
     if precision in ("fp16", "bf16"):
@@ -52,8 +58,14 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 
 def _require_known(precision: str, choices: tuple[str, ...] = PRECISIONS) -> None:
     if precision not in choices:
-        way_out = "; without_choice(precision, has_bf16) says which one it is" if precision == CHOICE else ""
-        raise ValueError(f"{precision!r} is not one of the precisions {', '.join(choices)}{way_out}")
+        way_out = (
+            "; without_choice(precision, has_bf16) says which one it is"
+            if precision == CHOICE
+            else ""
+        )
+        raise ValueError(
+            f"{precision!r} is not one of the precisions {', '.join(choices)}{way_out}"
+        )
 
 
 def without_choice(precision: str, has_bf16: bool) -> str:
@@ -67,17 +79,23 @@ def without_choice(precision: str, has_bf16: bool) -> str:
 def grad_scaler(
     precision: str, device: torch.device, init_scale: float = 65536.0, growth_interval: int = 2000
 ) -> torch.amp.GradScaler:
-    """Return a GradScaler that scales for fp16 and passes everything through for the other precisions."""
+    """Return a GradScaler that scales for fp16 and passes everything through for the other
+    precisions.
+    """
     _require_known(precision)
     enabled = precision == "fp16"
-    return torch.amp.GradScaler(device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled)
+    return torch.amp.GradScaler(
+        device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled
+    )
 
 
 @contextmanager
 def tf32(enabled: bool) -> Iterator[None]:
-    """Let CUDA's float32 products round their inputs to TF32 (or not) inside the block; put the setting back after.
+    """Let CUDA's float32 products round their inputs to TF32 (or not) inside the block; put the
+    setting back after.
 
-    No effect on the CPU. Uses `fp32_precision`: after it is set, the older `allow_tf32` can no longer be read.
+    No effect on the CPU. Uses `fp32_precision`: after it is set, the older `allow_tf32` can no
+    longer be read.
     """
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     matmul.fp32_precision = "tf32" if enabled else "ieee"
@@ -88,24 +106,35 @@ def tf32(enabled: bool) -> Iterator[None]:
 
 
 def support(precision: str, device: torch.device) -> Support:
-    """Return what `device` makes of a precision. On a CPU one small product per dtype is timed, once per process.
+    """Return what `device` makes of a precision. On a CPU one small product per dtype is timed,
+    once per process.
 
-    That is done with one thread and in processor time (see `matmul_rate`): other programs do not change the answer.
+    That is done with one thread and in processor time (see `matmul_rate`): other programs do not
+    change the answer.
     """
     _require_known(precision)
     if device.type == "cuda":
-        # Excluding emulation: without it the answer for BF16 is True on a T4, which has no BF16 hardware.
+        # Excluding emulation: without it the answer for BF16 is True on a T4, which has no BF16
+        # hardware.
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return cuda_support(precision, torch.cuda.get_device_capability(device), bf16)
     if precision == "fp32":
         return Support(True, False, "native")
     if precision == "tf32":
-        return Support(False, False, "TF32 is a mode of NVIDIA tensor cores, Ampere (2020) or later; use fp32")
+        return Support(
+            False, False, "TF32 is a mode of NVIDIA tensor cores, Ampere (2020) or later; use fp32"
+        )
     ratio = _cpu_slowdown(COMPUTE_DTYPE[precision])
     dtype = _name(COMPUTE_DTYPE[precision])
     if ratio >= SLOW_RATIO:
-        return Support(True, True, f"a {dtype} product takes {_rounded(ratio)} times as long as a float32 one here")
-    return Support(True, False, f"a {dtype} product takes {ratio:.1f} times as long as a float32 one here")
+        return Support(
+            True,
+            True,
+            f"a {dtype} product takes {_rounded(ratio)} times as long as a float32 one here",
+        )
+    return Support(
+        True, False, f"a {dtype} product takes {ratio:.1f} times as long as a float32 one here"
+    )
 
 
 def cuda_support(precision: str, capability: tuple[int, int], bf16_hardware: bool) -> Support:
@@ -119,14 +148,24 @@ def cuda_support(precision: str, capability: tuple[int, int], bf16_hardware: boo
         return Support(True, False, "native")
     if precision == "fp16":
         fast = capability >= (7, 0)
-        return Support(True, not fast, "tensor cores" if fast else f"{card} has no tensor cores: FP16 saves no time")
+        return Support(
+            True,
+            not fast,
+            "tensor cores" if fast else f"{card} has no tensor cores: FP16 saves no time",
+        )
     if precision == "tf32":
         ok = capability >= (8, 0)
-        return Support(ok, False, "tensor cores" if ok else f"{card} has no TF32 (Ampere, 8.0, or later); use fp16")
+        return Support(
+            ok,
+            False,
+            "tensor cores" if ok else f"{card} has no TF32 (Ampere, 8.0, or later); use fp16",
+        )
     return Support(
         bf16_hardware,
         False,
-        "tensor cores" if bf16_hardware else f"{card} has no BF16 hardware, only emulation; use fp16",
+        "tensor cores"
+        if bf16_hardware
+        else f"{card} has no BF16 hardware, only emulation; use fp16",
     )
 
 
@@ -139,7 +178,8 @@ def require(precision: str, device: torch.device) -> Support:
 
 
 def steps_for(steps: int, answer: Support) -> int:
-    """Return how many of `steps` optimizer steps to run: an eighth, but at least eight, where the precision is slow.
+    """Return how many of `steps` optimizer steps to run: an eighth, but at least eight, where the
+    precision is slow.
 
     The batches stay as they are, so the losses of the steps that do run can be compared one by one.
     """
@@ -149,7 +189,9 @@ def steps_for(steps: int, answer: Support) -> int:
 @lru_cache(maxsize=8)
 def _cpu_slowdown(dtype: torch.dtype) -> float:
     cpu = torch.device("cpu")
-    return matmul_rate(torch.float32, cpu, 256, repeats=10) / matmul_rate(dtype, cpu, 256, repeats=3)
+    return matmul_rate(torch.float32, cpu, 256, repeats=10) / matmul_rate(
+        dtype, cpu, 256, repeats=3
+    )
 
 
 def _rounded(ratio: float) -> str:

@@ -7,7 +7,10 @@ from typing import Any
 
 
 def learning_rate_at(step: int, config: Any) -> float:
-    """Return the rate of optimizer step `step` (from 0): linear warm-up, then constant or cosine to a tenth."""
+    """Return the rate of optimizer step `step` (from 0):
+
+    Linear warm-up, then constant or cosine to a tenth.
+    """
     if step < config.lr_warmup_steps:
         return config.learning_rate * (step + 1) / config.lr_warmup_steps
     if config.lr_schedule == "constant":

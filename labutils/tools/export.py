@@ -1,8 +1,10 @@
-"""A config as one script that needs no labutils: the same training, bit for bit on a CPU, in lines a reader can keep.
+"""A config as one script that needs no labutils: the same training, bit for bit on a CPU, in lines
+a reader can keep.
 
 `script.txt` holds the script with every technique; a config keeps some of its lines. Behind `#?` stand facts, all of
-which must hold (`!` negates one): at the end of a line for that line, on a line of its own for what follows, up to the
-next such line. Where a line that opens a block is dropped by the former, the block moves out.
+which must hold (`!` negates one): at the end of a line for that line, on a line of its own for what
+follows, up to the next such line. Where a line that opens a block is dropped by the former, the
+block moves out.
 """
 
 from __future__ import annotations
@@ -48,17 +50,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel"""
 AUTOCAST = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
-LONGEST_TOKEN = 8  # characters of a token, on average, with room: a text this many times longer has tokens enough
+# characters of a token, on average, with room: a text this many times longer has tokens enough
+LONGEST_TOKEN = 8
 LIBRARY_TOKENS = 1_000_000  # fewer than Python's library has
 
 
 def script(config: Config, device_type: str) -> str:
-    """Return the source of a script that trains `config` on a `device_type` of "cpu" or "cuda", without labutils.
+    """Return the source of a script that trains `config` on a `device_type` of "cpu" or "cuda",
+    without labutils.
 
-    Each step's loss is that of `run_experiment`, bit for bit on a CPU with as many threads and without `compile`. It
-    runs all `steps`, also where `run_experiment` runs fewer because the precision is slow; it writes no record and
-    measures no memory. Raises ConfigError for values that do not agree on that device, or for `stdlib` if Python's own
-    reference is missing here; PrecisionUnsupported if the device is here and lacks the precision.
+    Each step's loss is that of `run_experiment`, bit for bit on a CPU with as many threads and
+    without `compile`. It runs all `steps`, also where `run_experiment` runs fewer because the
+    precision is slow; it writes no record and measures no memory. Raises ConfigError for values
+    that do not agree on that device, or for `stdlib` if Python's own reference is missing here;
+    PrecisionUnsupported if the device is here and lacks the precision.
     """
     c = config.on(device_type)
     where, is_here = torch.device(device_type), device_type == "cpu" or torch.cuda.is_available()
@@ -67,7 +72,9 @@ def script(config: Config, device_type: str) -> str:
     if is_here:
         precision.require(c.precision, where)
     if c.corpus == "stdlib" and not data.topic_texts():
-        raise ConfigError(f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text file")
+        raise ConfigError(
+            f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text file"
+        )
     template = Template(_keep(SCRIPT.read_text(encoding="utf-8"), _facts(c, device_type)))
     values = _values(c, device_type)
     code = template.substitute(values | {"note": "", "about": "", "imports": ""})
@@ -114,18 +121,29 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
 
 
 def _attends(c: Config) -> bool:
-    """Return whether the script calls torch's attention itself; otherwise transformers does, in the same way."""
+    """Return whether the script calls torch's attention itself; otherwise transformers does, in the
+    same way.
+    """
     return c.attention in SDPA_KERNELS or (c.attention == "auto" and c.compile != compiling.OFF)
 
 
 def _values(c: Config, device_type: str) -> dict[str, object]:
-    """Return what the `$names` of `script.txt` stand for: the config's values, and what follows from them."""
+    """Return what the `$names` of `script.txt` stand for:
+
+    The config's values, and what follows from them.
+    """
     n_entries, eager = vocab_size(c.model), c.compile == compiling.OFF
-    how = {"fused": "fused=True", "foreach": "foreach=True", "for_loop": "foreach=False"}[c.optimizer_impl]
+    how = {"fused": "fused=True", "foreach": "foreach=True", "for_loop": "foreach=False"}[
+        c.optimizer_impl
+    ]
     own_kernel = SDPA_KERNELS.get(c.attention)
-    attention = [op for op in checkpointing.ATTENTION if ("for_cpu" in str(op)) == (device_type == "cpu")]
+    attention = [
+        op for op in checkpointing.ATTENTION if ("for_cpu" in str(op)) == (device_type == "cpu")
+    ]
     kept = [str(op) for op in checkpointing.MATMULS + ([] if c.dropout else attention)]
-    compile_arguments = compiling.mode_and_arguments(c.compile, device_type, c.grad_accum_steps > 1)[1]
+    compile_arguments = compiling.mode_and_arguments(
+        c.compile, device_type, c.grad_accum_steps > 1
+    )[1]
     note = "".join(letter for letter in " ".join(c.note.split()) if letter.isprintable())
     about = {
         "cpu": f"Each step's loss is that of the run {c.name} of labutils on a CPU with as many threads"
@@ -154,29 +172,43 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
         "held_out_sequences": HELD_OUT_SEQUENCES,
         "kernel": own_kernel.name if own_kernel else "",
         "blocks_per_unit": checkpointing.BLOCKS_PER_UNIT.get(c.gradient_checkpointing, 1),
-        "on_host": _source(checkpointing.on_host, "Copy a tensor to the host; return a function that brings it back."),
+        "on_host": _source(
+            checkpointing.on_host,
+            "Copy a tensor to the host; return a function that brings it back.",
+        ),
         "activation": ACTIVATIONS[c.activation],
         "attention": "causal" if _attends(c) else {"auto": "sdpa"}.get(c.attention, c.attention),
         "use_cache": c.use_cache and c.gradient_checkpointing == "none",
         "to": ".to(DEVICE, dtype=torch.bfloat16)" if c.precision == "pure_bf16" else ".to(DEVICE)",
         "shape": json.dumps(shape),
-        "kept": f"[{', '.join(kept)}]" if c.dropout else "".join(["[\n", *(f"    {op},\n" for op in kept), "]"]),
+        "kept": f"[{', '.join(kept)}]"
+        if c.dropout
+        else "".join(["[\n", *(f"    {op},\n" for op in kept), "]"]),
         "dtype": AUTOCAST.get(c.precision, ""),
         "enlarged": FP16_ENLARGED,
-        "compile_options": "".join(f", {key}={value!r}".replace("'", '"') for key, value in compile_arguments.items()),
+        "compile_options": "".join(
+            f", {key}={value!r}".replace("'", '"') for key, value in compile_arguments.items()
+        ),
         "round_stochastically": _source(
-            round_stochastically, "Return float32 x as bfloat16, up or down by chance: right on average."
+            round_stochastically,
+            "Return float32 x as bfloat16, up or down by chance: right on average.",
         ),
         "optimizer": "torch.optim.SGD" if c.optimizer == "sgd" else "torch.optim.AdamW",
         "optimizer_options": f"{'momentum=0.9' if c.optimizer == 'sgd' else 'betas=(0.9, 0.95)'}, {how}",
         "loss": "loss_sum" if eager else "compiled_loss",
-        "sequences": "GRAD_ACCUM_STEPS * MICRO_BATCH_SIZE" if c.grad_accum_steps > 1 else "MICRO_BATCH_SIZE",
+        "sequences": "GRAD_ACCUM_STEPS * MICRO_BATCH_SIZE"
+        if c.grad_accum_steps > 1
+        else "MICRO_BATCH_SIZE",
     }
 
 
 def _keep(text: str, facts: Mapping[str, bool]) -> str:
     """Return the lines of `text` whose tags hold, without the tags."""
-    kept, section, moved_out = [], True, []  # the last: indents of the dropped lines that opened a block
+    kept, section, moved_out = (
+        [],
+        True,
+        [],
+    )  # the last: indents of the dropped lines that opened a block
     for tagged in text.splitlines():
         line, tag, words = (part.rstrip() for part in tagged.partition("#?"))
         holds = all(facts[word.removeprefix("!")] != word.startswith("!") for word in words.split())

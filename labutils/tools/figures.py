@@ -13,7 +13,9 @@ from labutils import plotting
 from labutils.files import new_id, runs_dir
 from labutils.training.records import RunRecord
 
-STYLES = {  # font size in points (small text is five sixths of it), and how many times as large as in a notebook
+# font size in points (small text is five sixths of it), and how many times as large as in a
+# notebook
+STYLES = {
     "notebook": (10.0, 1.0),
     "slides": (22.0, 2.2),
 }
@@ -37,22 +39,31 @@ def draw(records: Sequence[RunRecord]) -> Iterator[tuple[str, Axes]]:
 
 
 def save_figures(
-    records: Sequence[RunRecord], formats: Sequence[str] = ("png",), style: str = "notebook", folder: Path | None = None
+    records: Sequence[RunRecord],
+    formats: Sequence[str] = ("png",),
+    style: str = "notebook",
+    folder: Path | None = None,
 ) -> list[Path]:
-    """Write every figure in every format (svg, pdf, png, …) into a folder, by default a new one in runs/; return them.
+    """Write every figure in every format (svg, pdf, png, …) into a folder, by default a new one in
+    runs/; return them.
 
-    A figure says on which device it was measured. Raises ValueError for a format that matplotlib does not have, before
-    anything is drawn, KeyError for an unknown style, and OSError if the folder cannot be written.
+    A figure says on which device it was measured. Raises ValueError for a format that matplotlib
+    does not have, before anything is drawn, KeyError for an unknown style, and OSError if the
+    folder cannot be written.
     """
     known = Figure().canvas.get_supported_filetypes()
     if unknown := set(formats) - set(known):
-        raise ValueError(f"no such format: {', '.join(sorted(unknown))}; there are: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"no such format: {', '.join(sorted(unknown))}; there are: {', '.join(sorted(known))}"
+        )
     points, times = STYLES[style]
     folder = folder or runs_dir() / f"figures-{new_id()[0]}"
     folder.mkdir(parents=True, exist_ok=True)
     devices = sorted({record.environment.get("device", "") for record in records} - {""})
     paths = []
-    with plt.rc_context({"font.size": points, "svg.fonttype": "none", "lines.markersize": 6 * times}):
+    with plt.rc_context(
+        {"font.size": points, "svg.fonttype": "none", "lines.markersize": 6 * times}
+    ):
         for name, ax in draw(records):
             figure = ax.figure
             figure.set_size_inches(figure.get_size_inches() * times)

@@ -1,8 +1,9 @@
-"""Score the exercises of submitted notebooks, each notebook in a process of its own with limits of time and memory.
+"""Score the exercises of submitted notebooks, each notebook in a process of its own with limits of
+time and memory.
 
-An exercise is recognised by the check it calls, `lab.checks.NAME(…)`, whatever became of the cells around it. Run is
-what that cell needs and nothing else: going upwards, the cells that define the names it uses. This keeps accidents
-apart; it is no prison for hostile code.
+An exercise is recognised by the check it calls, `lab.checks.NAME(…)`, whatever became of the cells
+around it. Run is what that cell needs and nothing else: going upwards, the cells that define the
+names it uses. This keeps accidents apart; it is no prison for hostile code.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ SECONDS, MEMORY_GIB = 180, 6
 
 @dataclass(frozen=True)
 class Score:
-    """What one exercise of one submission came to: right, wrong, open, missing, or failed; `reason` in words."""
+    """What one exercise of one submission came to:
+
+    Right, wrong, open, missing, or failed; `reason` in words.
+    """
 
     submission: str
     exercise: str
@@ -37,13 +41,21 @@ class Score:
 
 
 def code_cells(path: Path) -> list[str]:
-    """Return the code cells of a notebook, lines of IPython's own (`%pip`, `!ls`) left out. Raises ValueError."""
+    """Return the code cells of a notebook, lines of IPython's own (`%pip`, `!ls`) left out.
+
+    Raises ValueError.
+    """
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         found = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no notebook that can be read: {type(error).__name__}: {error}") from error
-    return ["\n".join("" if line.lstrip()[:1] in ("%", "!") else line for line in cell.splitlines()) for cell in found]
+        raise ValueError(
+            f"no notebook that can be read: {type(error).__name__}: {error}"
+        ) from error
+    return [
+        "\n".join("" if line.lstrip()[:1] in ("%", "!") else line for line in cell.splitlines())
+        for cell in found
+    ]
 
 
 def exercises_of(cell: str) -> list[str]:
@@ -153,7 +165,11 @@ def grade(path: Path, seconds: float = SECONDS, memory_gib: float = MEMORY_GIB) 
         return [Score(path.name, "", "failed", str(error))]
     scores: list[Score] = []
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"LABUTILS_RUNS": folder, "MPLBACKEND": "Agg", "PYTHONPATH": str(REPO_DIR)}
+        environment = os.environ | {
+            "LABUTILS_RUNS": folder,
+            "MPLBACKEND": "Agg",
+            "PYTHONPATH": str(REPO_DIR),
+        }
         while left:
             command = [sys.executable, "-m", "labutils.tools.grade", str(path.resolve()), *left]
             limit = (lambda: _limit(memory_gib)) if sys.platform == "linux" else None
@@ -178,19 +194,28 @@ def grade(path: Path, seconds: float = SECONDS, memory_gib: float = MEMORY_GIB) 
 
 
 def grade_folder(folder: Path, seconds: float = SECONDS, memory_gib: float = MEMORY_GIB):
-    """Return a pandas table of the scores of every notebook in a folder, with a progress bar. Raises ValueError."""
+    """Return a pandas table of the scores of every notebook in a folder, with a progress bar.
+
+    Raises ValueError.
+    """
     import pandas as pd
     from tqdm import tqdm
 
-    paths = sorted(path for path in folder.glob("**/*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+    paths = sorted(
+        path for path in folder.glob("**/*.ipynb") if ".ipynb_checkpoints" not in path.parts
+    )
     if not paths:
         raise ValueError(f"no notebook in {folder}")
     bar = tqdm(paths, desc="grading", file=sys.stderr)
-    return pd.DataFrame([asdict(score) for path in bar for score in grade(path, seconds, memory_gib)])
+    return pd.DataFrame(
+        [asdict(score) for path in bar for score in grade(path, seconds, memory_gib)]
+    )
 
 
 def _main(path: str, *exercises: str) -> None:
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")  # what a submission prints goes elsewhere
+    channel = os.fdopen(
+        os.dup(sys.stdout.fileno()), "w", encoding="utf-8"
+    )  # what a submission prints goes elsewhere
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     cells = code_cells(Path(path))
     for exercise in exercises:

@@ -1,4 +1,7 @@
-"""Execute the notebooks as `make labs` does: outputs into runs/, a copy as HTML, the committed files untouched."""
+"""Execute the notebooks as `make labs` does:
+
+Outputs into runs/, a copy as HTML, the committed files untouched.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ CELL_TIMEOUT_S = 1200
 
 
 def execute(path: Path, *, in_place: bool = False) -> bool:
-    """Run a notebook top to bottom in a fresh kernel and write `runs/<name>.ipynb` and `.html`; return success.
+    """Run a notebook top to bottom in a fresh kernel and write `runs/<name>.ipynb` and `.html`;
+    return success.
 
-    The notebook is written even if a cell fails: it shows how far it came. `in_place` writes it back to `path` instead.
+    The notebook is written even if a cell fails: it shows how far it came. `in_place` writes it
+    back to `path` instead.
     """
     if not path.exists():
         path = REPO_DIR / path.name
@@ -62,7 +67,9 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Fold what carriage returns overwrote, join split streams; drop times, widget state and the frames of errors."""
+    """Fold what carriage returns overwrote, join split streams; drop times, widget state and the
+    frames of errors.
+    """
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

@@ -22,7 +22,9 @@ def code_version() -> str:
 
 
 def modules_behind(path: Path) -> set[Path]:
-    """Return a module's file with those of all modules of the package that it imports, directly or not."""
+    """Return a module's file with those of all modules of the package that it imports, directly or
+    not.
+    """
     found: set[Path] = set()
     to_read = [path]
     while to_read:
@@ -41,5 +43,8 @@ def imported_files(path: Path) -> Iterator[Path]:
         if node.module.startswith(DECIDES_NOTHING):
             continue
         folder = PACKAGE.joinpath(*node.module.split(".")[1:])
-        candidates = [folder.with_suffix(".py"), *(folder / f"{alias.name}.py" for alias in node.names)]
+        candidates = [
+            folder.with_suffix(".py"),
+            *(folder / f"{alias.name}.py" for alias in node.names),
+        ]
         yield from (file for file in candidates if file.is_file())

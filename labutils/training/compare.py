@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFrame:
     """Return a table, one row per experiment, against the runs named `baseline`.
 
-    Columns: the config keys that differ, then `step_ms` (median), `speedup` (×), `tokens_per_s`, `peak_mib`,
+    Columns: the config keys that differ, then `step_ms` (median), `speedup` (×), `tokens_per_s`,
+    `peak_mib`,
     `saving_percent`, `loss` (at the tokens that all runs saw), `verdict`. A time difference within the baseline's own
-    spread is called "no measurable difference". `table.attrs["notes"]` says what makes the rows unequal.
-    Repeated runs of an experiment share a row: medians of their medians. Raises RecordError if there is no baseline.
+    spread is called "no measurable difference". `table.attrs["notes"]` says what makes the rows
+    unequal. Repeated runs of an experiment share a row: medians of their medians. Raises
+    RecordError if there is no baseline.
     """
     import pandas as pd
 
@@ -55,14 +57,27 @@ def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFram
         )
     table = pd.DataFrame(rows).set_index("run")
     if "steps" in table:
-        table["steps"] = [len(runs[0].series.loss) or None for runs in groups.values()]  # run, not planned
+        table["steps"] = [
+            len(runs[0].series.loss) or None for runs in groups.values()
+        ]  # run, not planned
     table.attrs["notes"] = _notes(trained, tokens)
     return table
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of `compare` as short texts: rounded, and – where a run has no such value."""
-    digits = {"steps": 0, "step_ms": 1, "speedup": 3, "tokens_per_s": 0, "peak_mib": 1, "saving_percent": 1, "loss": 4}
+    """Return the table of `compare` as short texts:
+
+    Rounded, and – where a run has no such value.
+    """
+    digits = {
+        "steps": 0,
+        "step_ms": 1,
+        "speedup": 3,
+        "tokens_per_s": 0,
+        "peak_mib": 1,
+        "saving_percent": 1,
+        "loss": 4,
+    }
     text = table.astype(object)
     for column, n in {c: n for c, n in digits.items() if c in table}.items():
         text[column] = [f"{v:,.{n}f}" if v == v and v is not None else "–" for v in table[column]]
@@ -70,7 +85,10 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def grouped(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return {label: runs of one experiment}: the label is the name, with the id where two experiments share it."""
+    """Return {label: runs of one experiment}:
+
+    The label is the name, with the id where two experiments share it.
+    """
     experiments: dict[str, list[RunRecord]] = {}
     for record in records:
         experiments.setdefault(record.experiment, []).append(record)
@@ -82,12 +100,17 @@ def grouped(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def _time(runs: list[RunRecord]) -> tuple[float | None, float]:
-    """Return (median step in ms, relative spread): the larger of the repeats' range and of a median's notch."""
+    """Return (median step in ms, relative spread):
+
+    The larger of the repeats' range and of a median's notch.
+    """
     timings = [r.timing for r in runs if r.timing]
     if not timings:
         return None, 0.0
     medians = [t.median_step_ms for t in timings]
-    return statistics.median(medians), max(max(medians) / min(medians) - 1, *(t.spread for t in timings))
+    return statistics.median(medians), max(
+        max(medians) / min(medians) - 1, *(t.spread for t in timings)
+    )
 
 
 def _peak(runs: list[RunRecord]) -> int | None:
@@ -110,11 +133,15 @@ def _verdict(record: RunRecord, is_baseline: bool, speedup: float | None, spread
         return "not timed"
     if 1 / (1 + spread) <= speedup <= 1 + spread:
         return "time: no measurable difference"
-    return f"{speedup:.2f} times as fast" if speedup > 1 else f"takes {1 / speedup:.2g} times as long"
+    return (
+        f"{speedup:.2f} times as fast" if speedup > 1 else f"takes {1 / speedup:.2g} times as long"
+    )
 
 
 def _differing_keys(records: Sequence[RunRecord]) -> list[str]:
-    keys = dict.fromkeys(key for r in records for key in r.config if key not in ("name", "note", "when_cpu"))
+    keys = dict.fromkeys(
+        key for r in records for key in r.config if key not in ("name", "note", "when_cpu")
+    )
     return [key for key in keys if len({json.dumps(r.config.get(key)) for r in records}) > 1]
 
 
@@ -125,13 +152,18 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
         ("device", {r.environment.get("device", "") for r in records}),
         ("torch version", {r.environment.get("torch", "") for r in records}),
         ("transformers version", {r.environment.get("transformers", "") for r in records}),
-        ("malloc", {r.environment.get("malloc", "keeps freed blocks: faster steps") for r in records}),
+        (
+            "malloc",
+            {r.environment.get("malloc", "keeps freed blocks: faster steps") for r in records},
+        ),
         ("code version", {r.code for r in records}),
         ("corpus", {r.corpus for r in records}),
         ("tokens per step", {str(r.tokens_per_step) for r in records}),
     ):
         if len(values) > 1:
-            notes.append(f"Unequal {what}: {', '.join(sorted(values))}. Compare these rows with care.")
+            notes.append(
+                f"Unequal {what}: {', '.join(sorted(values))}. Compare these rows with care."
+            )
     times = [datetime.fromisoformat(r.created) for r in records]
     if times and max(times) - min(times) > timedelta(minutes=30):
         notes.append(
@@ -139,5 +171,7 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
         )
     if len({r.tokens for r in records}) > 1:
         shorter = dict.fromkeys(r.name for r in records if r.tokens == tokens)
-        notes.append(f"`loss` is after {tokens} tokens, where the shortest runs ({', '.join(shorter)}) ended.")
+        notes.append(
+            f"`loss` is after {tokens} tokens, where the shortest runs ({', '.join(shorter)}) ended."
+        )
     return notes

@@ -1,7 +1,8 @@
-"""Data-parallel training on the processes that `torchrun` starts: PyTorch's DistributedDataParallel, and little else.
+"""Data-parallel training on the processes that `torchrun` starts: PyTorch's
+DistributedDataParallel, and little else.
 
-Each process trains the same model on its share of a step's micro-batches; gradients are summed over the processes once
-a step. In a single process everything here does nothing.
+Each process trains the same model on its share of a step's micro-batches; gradients are summed over
+the processes once a step. In a single process everything here does nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def join(where: torch.device) -> torch.device:
-    """Let the processes of a torchrun talk, and return this one's device. Without torchrun: `where` itself.
+    """Let the processes of a torchrun talk, and return this one's device. Without torchrun: `where`
+    itself.
 
     Gloo on CPUs; NCCL on CUDA, where process number i takes card number i.
     """
@@ -45,7 +47,10 @@ def rank() -> int:
 
 
 def from_first(value: Any) -> Any:
-    """Return what process number 0 has given, in every process: they must not decide differently."""
+    """Return what process number 0 has given, in every process:
+
+    They must not decide differently.
+    """
     box = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(box, src=0)
@@ -53,7 +58,10 @@ def from_first(value: Any) -> Any:
 
 
 class _Loss(nn.Module):
-    """A loss function as a module's forward pass: what DistributedDataParallel can wrap, whatever the loss calls."""
+    """A loss function as a module's forward pass:
+
+    What DistributedDataParallel can wrap, whatever the loss calls.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], torch.Tensor]) -> None:
         super().__init__()
@@ -71,14 +79,21 @@ class Replicas:
         self.loss = _Loss(model, loss_fn)
         if self.size > 1:
             ids = [self.where.index] if self.where.type == "cuda" else None
-            self.loss = DistributedDataParallel(self.loss, device_ids=ids, gradient_as_bucket_view=True)
+            self.loss = DistributedDataParallel(
+                self.loss, device_ids=ids, gradient_as_bucket_view=True
+            )
 
     def accumulating(self, is_last: bool) -> AbstractContextManager:
-        """Around forward and backward pass: gradients are exchanged after a step's last micro-batch only."""
+        """Around forward and backward pass:
+
+        Gradients are exchanged after a step's last micro-batch only.
+        """
         return nullcontext() if is_last or self.size == 1 else self.loss.no_sync()
 
     def total(self, value: Any) -> Any:
-        """Return the sum of the processes' values, as a tensor; in a single process the value as it is."""
+        """Return the sum of the processes' values, as a tensor; in a single process the value as it
+        is.
+        """
         if self.size == 1:
             return value
         tensor = torch.as_tensor(value, device=self.where).clone()
@@ -87,7 +102,10 @@ class Replicas:
 
 
 def traffic(model: nn.Module) -> str:
-    """Return in words what is exchanged in a step: gradients have the weights' dtype, whatever autocast does."""
+    """Return in words what is exchanged in a step:
+
+    Gradients have the weights' dtype, whatever autocast does.
+    """
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     return f"{world_size()} processes, gradients in {' and '.join(dtypes)}: {n_bytes / 2**20:.1f} MiB once a step"

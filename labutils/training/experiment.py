@@ -1,4 +1,7 @@
-"""From a config to a saved record: a thin layer that builds the model, data and optimizer and calls `train`."""
+"""From a config to a saved record:
+
+A thin layer that builds the model, data and optimizer and calls `train`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ from labutils.config.schema import Config, ConfigError
 from labutils.files import commit, new_id, require_room
 from labutils.machine.gpu import choose_device
 from labutils.machine.here import environment
-from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit, without_expandable_segments
+from labutils.memory.device_memory import (
+    expandable_segments,
+    free_memory,
+    memory_limit,
+    without_expandable_segments,
+)
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.measure import measure_step
 from labutils.prediction.out_of_memory import require_host_memory, spare_host_memory, ways_out
@@ -27,7 +35,12 @@ from labutils.training.code_version import code_version
 from labutils.training.loop import to_device, train
 from labutils.training.records import RunRecord, find_equal, state_files
 from labutils.training.speed import flops_per_token, timing_of
-from labutils.workload.build import build_batches, build_experiment_model, build_loss, build_optimizer
+from labutils.workload.build import (
+    build_batches,
+    build_experiment_model,
+    build_loss,
+    build_optimizer,
+)
 
 NOT_SAVED = "not saved"  # how a record's reason begins that is in memory only
 
@@ -45,12 +58,13 @@ def run_experiment(
 
     A completed run with equal config, code, corpus, device and `repeat` is returned instead, unless
     `rerun=True`. A slow precision (see `precision.support`) runs fewer steps. After training, one untimed step
-    measures memory. `resume=True` continues from the state that an unfinished run with `save_every` has left in runs/
-    (to losses that are bit-identical on a CPU), or begins if there is none.
-    Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out of memory and
-    Ctrl-C are outcomes in the record, and what was allocated is free again. Raises OSError before training if runs/
-    cannot be written; should that fail after it, the record is returned all the same, and says so. Raises RecordError
-    if a state is damaged, or belongs to another experiment of that name.
+    measures memory. `resume=True` continues from the state that an unfinished run with `save_every`
+    has left in runs/ (to losses that are bit-identical on a CPU), or begins if there is none.
+    Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out
+    of memory and Ctrl-C are outcomes in the record, and what was allocated is free again. Raises
+    OSError before training if runs/ cannot be written; should that fail after it, the record is
+    returned all the same, and says so. Raises RecordError if a state is damaged, or belongs to
+    another experiment of that name.
     """
     config = config if isinstance(config, Config) else load_config(config)
     where = distributed.join(where or choose_device())
@@ -66,7 +80,9 @@ def run_experiment(
             f"micro-batches, which {distributed.world_size()} processes cannot share equally"
         )
     if distributed.world_size() > 1 and (resume or resolved.save_every):
-        raise ConfigError(f"{config.name}: `save_every`: states are saved in a single process only; set it to 0")
+        raise ConfigError(
+            f"{config.name}: `save_every`: states are saved in a single process only; set it to 0"
+        )
     is_short = spare_host_memory(resolved, where)  # before the environment is asked, which says so
     stream, held_out, corpus, per_epoch = build_batches(resolved)
     identity = dict(
@@ -86,9 +102,15 @@ def run_experiment(
         **identity,
     )
     saver = resuming.Saver(empty, resolved.save_every, new_id()[0])
-    if not rerun and not (resume and saver.left) and (known := distributed.from_first(find_equal(empty))):
+    if (
+        not rerun
+        and not (resume and saver.left)
+        and (known := distributed.from_first(find_equal(empty)))
+    ):
         if progress:
-            print(f"{known.name}: reusing run {known.id} (equal config, code, corpus and device; rerun=True forces)")
+            print(
+                f"{known.name}: reusing run {known.id} (equal config, code, corpus and device; rerun=True forces)"
+            )
         return known
     if not distributed.rank():
         require_room()  # better now than after hours
@@ -99,7 +121,9 @@ def run_experiment(
     if progress:
         _announce(config, where, steps, resolved.steps, answer.reason)
         if is_short and "malloc" in empty.environment:  # only glibc can
-            print(f"{config.name}: memory is short, so freed blocks go back to the system at once: steps take longer")
+            print(
+                f"{config.name}: memory is short, so freed blocks go back to the system at once: steps take longer"
+            )
         if resume:
             none = "begins at step 0: it has no saved state"
             none += "; `python -m labutils runs` lists those of other runs" if state_files() else ""
@@ -107,7 +131,9 @@ def run_experiment(
             if done and not resolved.save_every:
                 print(f"{config.name}: save_every is 0, so no further state will be saved")
         elif saver.left:
-            print(f"{config.name}: begins at step 0; an unfinished run has left a state: --resume would continue it")
+            print(
+                f"{config.name}: begins at step 0; an unfinished run has left a state: --resume would continue it"
+            )
     try:
         with (
             expandable_segments(resolved.expandable_segments, where),
@@ -121,11 +147,20 @@ def run_experiment(
         if not is_out_of_memory(error) or distributed.world_size() > 1:
             raise  # of several processes one that goes on alone would be waited for
         run_id, created = new_id()
-        failed = {"id": run_id, "created": created, "outcome": "out_of_memory", "reason": short_message(error)}
+        failed = {
+            "id": run_id,
+            "created": created,
+            "outcome": "out_of_memory",
+            "reason": short_message(error),
+        }
         record = empty.model_copy(update=failed)
     free_memory()
-    if record.outcome == "out_of_memory":  # here: in the handler the traceback still keeps tensors alive
-        with suppress(KeyboardInterrupt):  # while they are looked for; the record must still be saved
+    if (
+        record.outcome == "out_of_memory"
+    ):  # here: in the handler the traceback still keeps tensors alive
+        with suppress(
+            KeyboardInterrupt
+        ):  # while they are looked for; the record must still be saved
             reason = f"{record.reason}. {ways_out(config, where)}"
             record = record.model_copy(update={"reason": reason})
     epochs = len(record.series.loss) * resolved.grad_accum_steps / per_epoch
@@ -135,12 +170,16 @@ def run_experiment(
     try:
         path = record.save()
     except OSError as error:
-        print(f"{record.name}: NOT SAVED: {error}. The record is returned: make room, then record.save()")
+        print(
+            f"{record.name}: NOT SAVED: {error}. The record is returned: make room, then record.save()"
+        )
         return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
     if record.outcome != "completed":
         print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
         if saver.done and record.outcome != "non_finite":  # which would come again
-            print(f"{record.name}: the state after step {saver.done} is saved; continue with: {saver.command}")
+            print(
+                f"{record.name}: the state after step {saver.done} is saved; continue with: {saver.command}"
+            )
     else:
         saver.finish()
     if progress:
@@ -150,10 +189,16 @@ def run_experiment(
 
 def _environment(config: Config, where: torch.device) -> dict[str, str]:
     limit = config.memory_limit_gib if where.type == "cuda" else 0
-    emulated = {"memory limit": f"{limit:g} GiB, emulated: of the allocator, without the context"} if limit else {}
+    emulated = (
+        {"memory limit": f"{limit:g} GiB, emulated: of the allocator, without the context"}
+        if limit
+        else {}
+    )
     if config.expandable_segments and where.type == "cuda":
         missing = without_expandable_segments()
-        emulated["allocator"] = f"default; expandable segments: {missing}" if missing else "expandable segments"
+        emulated["allocator"] = (
+            f"default; expandable segments: {missing}" if missing else "expandable segments"
+        )
     n = distributed.world_size()
     return environment(where) | emulated | ({"processes": str(n)} if n > 1 else {})
 
@@ -173,14 +218,20 @@ def _train_and_measure(
     n = distributed.world_size()
     if n > 1:
         stream = itertools.islice(stream, distributed.rank(), None, n)
-        torch.manual_seed(config.seed + distributed.rank())  # masks of their own; the weights are made already
+        torch.manual_seed(
+            config.seed + distributed.rank()
+        )  # masks of their own; the weights are made already
         if progress:
             print(f"{config.name}: {distributed.traffic(model)}")
     optimizer = build_optimizer(model, config)
-    scaler = precision.grad_scaler(config.precision, where, config.init_scale, config.growth_interval)
+    scaler = precision.grad_scaler(
+        config.precision, where, config.init_scale, config.growth_interval
+    )
     loss_fn = build_loss(config, where, accumulates=config.grad_accum_steps > n)
     if config.compile != compiling.OFF and progress:
-        print(f"{config.name}: the first step compiles the model (compile: {config.compile}); that takes a while")
+        print(
+            f"{config.name}: the first step compiles the model (compile: {config.compile}); that takes a while"
+        )
     record = train(
         model,
         stream,
@@ -201,7 +252,9 @@ def _train_and_measure(
     timing = timing_of(record.series.step_ms, flops_per_token(model, config.seq_len), config, where)
     record = record.model_copy(update={"timing": timing})
     if isinstance(loss_fn, compiling.CompiledLoss):
-        record = record.model_copy(update={"environment": record.environment | {"torch.compile": loss_fn.report}})
+        record = record.model_copy(
+            update={"environment": record.environment | {"torch.compile": loss_fn.report}}
+        )
     if record.outcome != "completed":
         return record
     micro_batches = [to_device(next(stream), where) for _ in range(config.grad_accum_steps // n)]
@@ -231,10 +284,14 @@ def _train_and_measure(
     return record.model_copy(update={"memory": report})
 
 
-def run_experiments(configs: Iterable[Config | str], *, baseline_repeats: int = 2, **options: Any) -> list[RunRecord]:
-    """Run configs (or YAML files) and return their records; the first, the baseline, runs `baseline_repeats` times.
+def run_experiments(
+    configs: Iterable[Config | str], *, baseline_repeats: int = 2, **options: Any
+) -> list[RunRecord]:
+    """Run configs (or YAML files) and return their records; the first, the baseline, runs
+    `baseline_repeats` times.
 
-    A precision that this device lacks gives an unsaved record with `outcome` "unsupported" and the reason.
+    A precision that this device lacks gives an unsaved record with `outcome` "unsupported" and the
+    reason.
     """
     records = []
     for position, config in enumerate(configs):
@@ -266,7 +323,13 @@ def _announce(config: Config, where: torch.device, steps: int, planned: int, rea
         print(f"{config.name}: {line}")
     if config.memory_limit_gib and where.type != "cuda":
         print(f"{config.name}: memory_limit_gib is of CUDA's allocator: a CPU run ignores it")
-    if config.expandable_segments and where.type == "cuda" and (missing := without_expandable_segments()):
-        print(f"{config.name}: expandable_segments: {missing}, so torch's default allocator runs: it needs more memory")
+    if (
+        config.expandable_segments
+        and where.type == "cuda"
+        and (missing := without_expandable_segments())
+    ):
+        print(
+            f"{config.name}: expandable_segments: {missing}, so torch's default allocator runs: it needs more memory"
+        )
     if steps != planned:
         print(f"{config.name}: steps = {steps} (not {planned}: {reason})")

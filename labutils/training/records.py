@@ -1,4 +1,7 @@
-"""One run = one JSON file in `runs/`: written whole or not at all, never overwritten, found again, compared."""
+"""One run = one JSON file in `runs/`:
+
+Written whole or not at all, never overwritten, found again, compared.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ class RecordError(ValueError):
 
 
 class Series(BaseModel):
-    """One value per optimizer step, in order. `grad_norm` is before clipping, NaN where clipping is off."""
+    """One value per optimizer step, in order.
+
+    `grad_norm` is before clipping, NaN where clipping is off.
+    """
 
     model_config = FROZEN
 
@@ -34,7 +40,10 @@ class Series(BaseModel):
 
 
 class Timing(BaseModel):
-    """Medians over the timed steps, the first ones left out. `spread` is relative: the notch of the median."""
+    """Medians over the timed steps, the first ones left out.
+
+    `spread` is relative: the notch of the median.
+    """
 
     model_config = FROZEN
 
@@ -46,7 +55,10 @@ class Timing(BaseModel):
 
 
 class RunRecord(BaseModel):
-    """What one training run was and what it gave. Immutable; `save` writes it, `load_record` reads it back."""
+    """What one training run was and what it gave.
+
+    Immutable; `save` writes it, `load_record` reads it back.
+    """
 
     model_config = FROZEN
 
@@ -60,7 +72,9 @@ class RunRecord(BaseModel):
     corpus: str = ""
     code: str = ""
     repeat: int = 0
-    outcome: Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"] = "completed"
+    outcome: Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"] = (
+        "completed"
+    )
     reason: str = ""
     steps_planned: int = 0
     tokens_per_step: int = 0
@@ -72,10 +86,22 @@ class RunRecord(BaseModel):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What can change a run's results: of its config, the device and the versions; its text and code, hashed."""
+        """What can change a run's results:
+
+        Of its config, the device and the versions; its text and code, hashed.
+        """
         config = {k: v for k, v in self.config.items() if k not in ("note", "save_every")}
-        versions = {k: v for k, v in self.environment.items() if k not in ("commit", "torch.compile", "resumed")}
-        rest = {"name": self.name, "text": self.corpus, "code": self.code, "steps planned": self.steps_planned}
+        versions = {
+            k: v
+            for k, v in self.environment.items()
+            if k not in ("commit", "torch.compile", "resumed")
+        }
+        rest = {
+            "name": self.name,
+            "text": self.corpus,
+            "code": self.code,
+            "steps planned": self.steps_planned,
+        }
         return config | versions | rest
 
     @property
@@ -89,7 +115,10 @@ class RunRecord(BaseModel):
         return len(self.series.loss) * self.tokens_per_step
 
     def save(self) -> Path:
-        """Write `runs/<name>-<id>.json` and return its path. Raises OSError if it exists or cannot be written."""
+        """Write `runs/<name>-<id>.json` and return its path.
+
+        Raises OSError if it exists or cannot be written.
+        """
         path = runs_dir() / f"{self.name}-{self.id}.json"
         if path.exists():
             raise FileExistsError(f"{path} exists already; nothing is overwritten")
@@ -106,7 +135,9 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
     fits = fits or [p for p in _record_files() if _name(p) == str(source)]
     path = fits[-1] if fits else Path(source)
     if not path.is_file():
-        raise RecordError(f"no run {str(source)!r} in {runs_dir()}; `python -m labutils runs` lists them")
+        raise RecordError(
+            f"no run {str(source)!r} in {runs_dir()}; `python -m labutils runs` lists them"
+        )
     try:
         return RunRecord.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -114,13 +145,19 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise RecordError(f"{path.name} is not a version {RECORD_VERSION} record: {where} {first['msg']}") from None
+        raise RecordError(
+            f"{path.name} is not a version {RECORD_VERSION} record: {where} {first['msg']}"
+        ) from None
 
 
 def load_repeats(source: str | os.PathLike[str]) -> list[RunRecord]:
-    """Return the record that `load_record` returns, with all completed repeats of its experiment, oldest first."""
+    """Return the record that `load_record` returns, with all completed repeats of its experiment,
+    oldest first.
+    """
     record = load_record(source)
-    repeats = [r for r in find_runs()[0] if r.experiment == record.experiment and r.outcome == "completed"]
+    repeats = [
+        r for r in find_runs()[0] if r.experiment == record.experiment and r.outcome == "completed"
+    ]
     return repeats if any(r.id == record.id for r in repeats) else [record]
 
 
@@ -133,7 +170,10 @@ def _record_files() -> list[Path]:
 
 
 def state_files(name: str | None = None) -> list[Path]:
-    """Return the states in runs/ that unfinished runs (of a name) have left, sorted: see `resume.Saver`."""
+    """Return the states in runs/ that unfinished runs (of a name) have left, sorted:
+
+    See `resume.Saver`.
+    """
     files = (p for p in runs_dir().glob("*.state") if p.is_file())
     return sorted(p for p in files if name in (None, p.stem.rsplit("-", 5)[0]))
 
@@ -151,12 +191,20 @@ def find_runs() -> tuple[list[RunRecord], list[str]]:
 
 def find_equal(record: RunRecord) -> RunRecord | None:
     """Return the newest completed run of the same experiment and repeat, if there is one."""
-    fits = [r for r in find_runs()[0] if r.outcome == "completed" and r.experiment == record.experiment]
+    fits = [
+        r for r in find_runs()[0] if r.outcome == "completed" and r.experiment == record.experiment
+    ]
     fits = [r for r in fits if r.repeat == record.repeat]
     return fits[-1] if fits else None
 
 
 def reference_runs(name: str) -> list[RunRecord]:
-    """Return the recorded runs of the named experiment on named hardware; an empty list if none is recorded yet."""
-    records = [load_record(path) for path in sorted(REFERENCE_DIR.glob("*.json")) if "snapshot" not in path.name]
+    """Return the recorded runs of the named experiment on named hardware; an empty list if none is
+    recorded yet.
+    """
+    records = [
+        load_record(path)
+        for path in sorted(REFERENCE_DIR.glob("*.json"))
+        if "snapshot" not in path.name
+    ]
     return [record for record in records if record.name == name]

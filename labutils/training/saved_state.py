@@ -29,19 +29,25 @@ class _Part(Protocol):
 
 
 class Saver:
-    """Saves what decides the steps to come: parameters, optimizer, loss scale, random numbers, the step; and the log.
+    """Saves what decides the steps to come: parameters, optimizer, loss scale, random numbers, the
+    step; and the log.
 
-    The file, `runs/<name>-<experiment>-<repeat>-<id>.state`, is replaced as a whole every `every` steps (0: never); the
-    steps done are also the position in the data, which come in the same order in every run. `planned` is the record
-    that the run will fill: only states of an equal experiment and repeat are continued (`left` are those there are).
-    They are read with `weights_only`: no code in a file runs. Each holds its config, so that it can be continued alone.
+    The file, `runs/<name>-<experiment>-<repeat>-<id>.state`, is replaced as a whole every `every`
+    steps (0: never); the steps done are also the position in the data, which come in the same order
+    in every run. `planned` is the record that the run will fill: only states of an equal experiment
+    and repeat are continued (`left` are those there are). They are read with `weights_only`: no
+    code in a file runs. Each holds its config, so that it can be continued alone.
     """
 
     def __init__(self, planned: RunRecord, every: int, run_id: str) -> None:
         self.steps = planned.steps_planned
-        same = {key: value for key, value in planned.environment.items() if key != "malloc"}  # whatever that is
+        same = {
+            key: value for key, value in planned.environment.items() if key != "malloc"
+        }  # whatever that is
         # a slow machine plans fewer steps, by a noisy probe
-        self.planned = planned = planned.model_copy(update={"steps_planned": 0, "environment": same})
+        self.planned = planned = planned.model_copy(
+            update={"steps_planned": 0, "environment": same}
+        )
         self.every, self.name, self.done = every, planned.name, 0
         self.experiment = f"{self.name}-{planned.experiment}-"
         self.run = f"{self.experiment}{planned.repeat}-"
@@ -52,7 +58,8 @@ class Saver:
     def find(self) -> int:
         """Look for this run's furthest state, and return its steps; 0 if there is none.
 
-        Raises RecordError if none of this experiment's is whole, or if those there are belong to other experiments.
+        Raises RecordError if none of this experiment's is whole, or if those there are belong to
+        other experiments.
         """
         files, damaged = state_files(self.name), []
         for path in self.left:
@@ -84,7 +91,9 @@ class Saver:
         return f"python -m labutils run {(self.source or self.path).name}"
 
     def require_room(self, model: nn.Module) -> None:
-        """Raise OSError if the disk has no room for two states of a model, the last and the next (if there is none)."""
+        """Raise OSError if the disk has no room for two states of a model, the last and the next
+        (if there is none).
+        """
         if not self.every:
             return
         states = 1 if self.source else 2
@@ -97,7 +106,8 @@ class Saver:
             )
 
     def restore(self, parts: Mapping[str, _Part]) -> int:
-        """Put the state that `find` has found into the parts and the random generators; return the steps done.
+        """Put the state that `find` has found into the parts and the random generators; return the
+        steps done.
 
         `parts` are those that `save` gets, `model` among them. Raises RecordError if they do not fit.
         """
@@ -119,7 +129,10 @@ class Saver:
         return self.every > 0 and done % self.every == 0
 
     def save(self, parts: Mapping[str, _Part], done: int) -> None:
-        """Save the state after `done` steps. On a full disk say so, keep the older state, and go on."""
+        """Save the state after `done` steps.
+
+        On a full disk say so, keep the older state, and go on.
+        """
         on_cuda = _device(parts).type == "cuda"
         state = {
             "parts": {key: part.state_dict() for key, part in parts.items()},
@@ -140,20 +153,30 @@ class Saver:
                 with suppress(OSError):  # another user's
                     self.source.unlink(missing_ok=True)
                 self.source = None
-        except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of what stops it
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch's writer makes a RuntimeError of what stops it
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
-            print(f"{self.name}: state of step {done} NOT SAVED: {str(error).splitlines()[0]}; the run goes on")
+            print(
+                f"{self.name}: state of step {done} NOT SAVED: {str(error).splitlines()[0]}; the run goes on"
+            )
 
     def finish(self) -> None:
-        """Delete the run's states, which nobody needs once it is complete, and what killed processes left of them."""
+        """Delete the run's states, which nobody needs once it is complete, and what killed
+        processes left of them.
+        """
         for path in (self.path, *self.left, *runs_dir().glob(f".{self.run}*")):
             with suppress(OSError):  # another user's
                 path.unlink(missing_ok=True)
 
 
 class Header(BaseModel):
-    """What a state is of, readable without its parameters. `planned` is the run's record, without results."""
+    """What a state is of, readable without its parameters.
+
+    `planned` is the run's record, without results.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -169,7 +192,10 @@ class Header(BaseModel):
 
 
 def read_header(path: Path) -> Header:
-    """Return what a state is of. Raises OSError, or RecordError if it is damaged, no state, or renamed."""
+    """Return what a state is of.
+
+    Raises OSError, or RecordError if it is damaged, no state, or renamed.
+    """
     try:
         with ZipFile(path) as archive:
             if archive.getinfo(HEADER).file_size > LONGEST_HEADER:
@@ -204,8 +230,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, error: Exception) -> Exception:
-    """Return the error that says so; or the error itself if it has another cause, too little memory."""
+    """Return the error that says so; or the error itself if it has another cause, too little
+    memory.
+    """
     if is_out_of_memory(error):
         return error
     reason = (str(error).strip().splitlines() or [""])[0]
-    return RecordError(f"{path.name} is damaged, or no saved state ({type(error).__name__}: {reason[:100]}); delete it")
+    return RecordError(
+        f"{path.name} is damaged, or no saved state ({type(error).__name__}: {reason[:100]}); delete it"
+    )

@@ -16,7 +16,8 @@ from labutils.techniques.precision import COMPUTE_DTYPE, _name, _require_known, 
 from labutils.training import distributed
 from labutils.training.records import Timing
 
-# Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name. FP32 runs outside the tensor cores.
+# Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name. FP32 runs outside
+# the tensor cores.
 DATASHEET_TFLOPS = {
     "V100-SXM2": {"fp32": 15.7, "fp16": 125.0},
     "Tesla T4": {"fp32": 8.1, "fp16": 65.0},
@@ -28,11 +29,15 @@ DATASHEET_TFLOPS = {
 
 
 def datasheet_tflops(card: str) -> dict[str, float]:
-    """Return {precision: dense TFLOP/s} of a card by its full name; empty if unknown, sliced (MIG) or a variant."""
+    """Return {precision: dense TFLOP/s} of a card by its full name; empty if unknown, sliced (MIG)
+    or a variant.
+    """
     words = set(re.split(r"[ -]", card))
     if words & {"MIG", "NVL", "Laptop"}:
         return {}
-    fits = (rates for name, rates in DATASHEET_TFLOPS.items() if set(re.split(r"[ -]", name)) <= words)
+    fits = (
+        rates for name, rates in DATASHEET_TFLOPS.items() if set(re.split(r"[ -]", name)) <= words
+    )
     return next(fits, {})
 
 
@@ -40,9 +45,9 @@ def datasheet_tflops(card: str) -> dict[str, float]:
 def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
     """Return (FLOP/s, where it is from): the denominator of an MFU.
 
-    A datasheet's dense peak if the card is known, else a product measured here. On a CPU the float32 product's, or that
-    of the precision's own dtype where it is faster: a 16-bit product without hardware is nobody's peak. An MFU without
-    its denominator says nothing.
+    A datasheet's dense peak if the card is known, else a product measured here. On a CPU the
+    float32 product's, or that of the precision's own dtype where it is faster: a 16-bit product
+    without hardware is nobody's peak. An MFU without its denominator says nothing.
     """
     _require_known(precision)
     if device.type == "cuda":
@@ -53,23 +58,29 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
         with tf32(precision == "tf32"):
             rate = matmul_rate(COMPUTE_DTYPE[precision], device, 4096)
         return rate, f"{rate / 1e12:.3g} TFLOP/s, a 4096² product measured here"
-    rates = {dtype: matmul_rate(dtype, device, 512) for dtype in _worth_measuring(precision, device)}
+    rates = {
+        dtype: matmul_rate(dtype, device, 512) for dtype in _worth_measuring(precision, device)
+    }
     dtype = max(rates, key=rates.get)
     how = f"one thread's rate × {torch.get_num_threads()}"
-    return rates[dtype], f"{rates[dtype] / 1e12:.2g} TFLOP/s, a {_name(dtype)} 512² product measured here, {how}"
+    return rates[
+        dtype
+    ], f"{rates[dtype] / 1e12:.2g} TFLOP/s, a {_name(dtype)} 512² product measured here, {how}"
 
 
 def _worth_measuring(precision: str, device: torch.device) -> list[torch.dtype]:
     own = COMPUTE_DTYPE[precision]
-    slow = own != torch.float32 and support(precision, device).slow  # then a product of 512² takes a second
+    slow = (
+        own != torch.float32 and support(precision, device).slow
+    )  # then a product of 512² takes a second
     return [torch.float32] if slow or own == torch.float32 else [torch.float32, own]
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
     """Return the model FLOPs of one training step (forward and backward) per token: 6·N + 12·L·d·T.
 
-    N counts parameters without position embeddings. Kaplan et al. 2020 (2001.08361), PaLM appendix B (2204.02311).
-    Recomputation is not counted, nor is what the optimizer does.
+    N counts parameters without position embeddings. Kaplan et al. 2020 (2001.08361), PaLM appendix
+    B (2204.02311). Recomputation is not counted, nor is what the optimizer does.
     """
     config = model.config
     n_params = sum(p.numel() for p in model.parameters()) - model.transformer.wpe.weight.numel()
@@ -79,7 +90,9 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
 
 
-def timing_of(step_ms: list[float], flops_per_token: float, config: Config, where: torch.device) -> Timing | None:
+def timing_of(
+    step_ms: list[float], flops_per_token: float, config: Config, where: torch.device
+) -> Timing | None:
     """Return medians over the steps after the first UNTIMED_STEPS (or what there is)."""
     timed = step_ms[min(UNTIMED_STEPS, max(0, len(step_ms) - 1)) :]
     if not timed:

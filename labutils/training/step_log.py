@@ -12,7 +12,10 @@ from labutils.training.records import Series
 
 
 class StepLog:
-    """Collects a run's series. On CUDA nothing is read back from the device more than once a second."""
+    """Collects a run's series.
+
+    On CUDA nothing is read back from the device more than once a second.
+    """
 
     KEPT = ("rows", "learning_rates", "held_out", "non_finite_in_a_row")  # in a saved state
 
@@ -37,7 +40,9 @@ class StepLog:
     def start(self) -> None:
         self.begun = self._mark()
 
-    def stop(self, loss: torch.Tensor, grad_norm: torch.Tensor, scale: torch.Tensor, learning_rate: float) -> None:
+    def stop(
+        self, loss: torch.Tensor, grad_norm: torch.Tensor, scale: torch.Tensor, learning_rate: float
+    ) -> None:
         self.marks.append((self.begun, self._mark()))
         self.pending.append(torch.stack([loss.float(), grad_norm.float(), scale.float()]))
         self.learning_rates.append(learning_rate)
@@ -54,7 +59,9 @@ class StepLog:
         if self.pending:
             for row in torch.stack(self.pending).tolist():
                 self.rows.append(row)
-                self.non_finite_in_a_row = 0 if math.isfinite(row[0]) else self.non_finite_in_a_row + 1
+                self.non_finite_in_a_row = (
+                    0 if math.isfinite(row[0]) else self.non_finite_in_a_row + 1
+                )
             self.pending = []
         self.last_read = time.monotonic()
         return self.rows[-1][0] if self.rows else math.nan
@@ -77,7 +84,10 @@ class StepLog:
         loss, grad_norm, scale = (
             (list(column) for column in zip(*self.rows, strict=True)) if self.rows else ([], [], [])
         )
-        after = [*scale[1:], final_scale]  # a scale that fell means: inf or NaN was found, the step was skipped
+        after = [
+            *scale[1:],
+            final_scale,
+        ]  # a scale that fell means: inf or NaN was found, the step was skipped
         return Series(
             loss=loss,
             grad_norm=grad_norm,

@@ -19,13 +19,19 @@ HELD_OUT_SEQUENCES = 16  # the same ones whatever the batch
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer | StepInBackward:
-    """Return the config's optimizer; weight decay acts on matrices only, not on biases and layer norms."""
+    """Return the config's optimizer; weight decay acts on matrices only, not on biases and layer
+    norms.
+    """
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    implementation = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for_loop": {"foreach": False}}
+    implementation = {
+        "fused": {"fused": True},
+        "foreach": {"foreach": True},
+        "for_loop": {"foreach": False},
+    }
     chosen = implementation[config.optimizer_impl]
     adamw = {"lr": config.learning_rate, "betas": (0.9, 0.95)}
     if config.optimizer == "sgd":
@@ -59,27 +65,42 @@ def build_corpus(config: Config) -> data.Corpus:
 def tokens_to_read(config: Config) -> int:
     """Return how many tokens of text hold a config's steps, beside those held out."""
     trained = config.steps * config.tokens_per_step
-    return trained * data.HELD_OUT_EVERY // (data.HELD_OUT_EVERY - 1) + config.seq_len * data.HELD_OUT_EVERY
+    return (
+        trained * data.HELD_OUT_EVERY // (data.HELD_OUT_EVERY - 1)
+        + config.seq_len * data.HELD_OUT_EVERY
+    )
 
 
 def build_batches(config: Config) -> tuple[Iterator[dict], list[dict], data.Corpus, int]:
-    """Return (endless training micro-batches, held-out micro-batches, corpus, micro-batches in an epoch)."""
+    """Return (endless training micro-batches, held-out micro-batches, corpus, micro-batches in an
+    epoch).
+    """
     corpus = build_corpus(config)
     blocks, held_out = corpus.split(config.seq_len)
     stream = data.batches(blocks, config.micro_batch_size, config.seed)
-    order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[:HELD_OUT_SEQUENCES]
-    evaluation = [{"input_ids": ids, "labels": ids} for ids in held_out[order].split(config.micro_batch_size)]
+    order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[
+        :HELD_OUT_SEQUENCES
+    ]
+    evaluation = [
+        {"input_ids": ids, "labels": ids} for ids in held_out[order].split(config.micro_batch_size)
+    ]
     return stream, evaluation, corpus, len(blocks) // config.micro_batch_size
 
 
 def build_experiment_model(config: Config, where: torch.device) -> nn.Module:
-    """Return the config's model on a device, in training mode; bfloat16 weights for `pure_bf16`, else float32."""
+    """Return the config's model on a device, in training mode; bfloat16 weights for `pure_bf16`,
+    else float32.
+    """
     model = float32_model(config)
-    return model.to(where, dtype=torch.bfloat16 if config.precision == "pure_bf16" else torch.float32)
+    return model.to(
+        where, dtype=torch.bfloat16 if config.precision == "pure_bf16" else torch.float32
+    )
 
 
 def float32_model(config: Config, n_layer: int | None = None) -> nn.Module:
-    """Return the config's model, float32, on the CPU, in training mode; of another depth if `n_layer` says so."""
+    """Return the config's model, float32, on the CPU, in training mode; of another depth if
+    `n_layer` says so.
+    """
     return build_model(
         config.model,
         seq_len=config.seq_len,

@@ -1,7 +1,8 @@
 """Offline text → byte-level BPE → packed, seeded `(B, T)` batches, and a padded variant.
 
-The text is on every machine with Python: CPython's language reference (`pydoc_data.topics`), then the standard
-library's source, read only as far as a run needs. It differs between Python versions, so its hash is in every record.
+The text is on every machine with Python: CPython's language reference (`pydoc_data.topics`), then
+the standard library's source, read only as far as a run needs. It differs between Python versions,
+so its hash is in every record.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Corpus:
     digest: str
 
     def split(self, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (training, held-out) blocks, each `(n_blocks, seq_len)` int64; every tenth block is held out.
+        """Return (training, held-out) blocks, each `(n_blocks, seq_len)` int64; every tenth block
+        is held out.
 
         Raises DataError if there is not one block of each.
         """
@@ -50,19 +52,26 @@ class Corpus:
                 f"the corpus has {len(self.ids)} tokens: too short for sequences of {seq_len}, which need at least "
                 f"{HELD_OUT_EVERY * seq_len}. Use a longer text, a smaller seq_len, or `corpus: stdlib`."
             )
-        blocks = torch.from_numpy(self.ids[: n_blocks * seq_len].astype(np.int64)).view(n_blocks, seq_len)
+        blocks = torch.from_numpy(self.ids[: n_blocks * seq_len].astype(np.int64)).view(
+            n_blocks, seq_len
+        )
         held_out = torch.arange(n_blocks) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         return blocks[~held_out], blocks[held_out]
 
 
 def load_corpus(
-    corpus: str = "stdlib", *, vocab_size: int = 2048, min_tokens: int = 0, tokenizer: Tokenizer | None = None
+    corpus: str = "stdlib",
+    *,
+    vocab_size: int = 2048,
+    min_tokens: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> Corpus:
     """Return the text named by `corpus` ("stdlib" or a path to UTF-8 text) as token ids.
 
-    Without a `tokenizer`, a BPE of at most `vocab_size` entries is trained on the first document (a short one yields
-    fewer) and cached under `runs/cache`. "stdlib" is read document by document until it has `min_tokens` tokens or
-    ends. Raises DataError for a text that is missing, empty or not UTF-8.
+    Without a `tokenizer`, a BPE of at most `vocab_size` entries is trained on the first document (a
+    short one yields fewer) and cached under `runs/cache`. "stdlib" is read document by document
+    until it has `min_tokens` tokens or ends. Raises DataError for a text that is missing, empty or
+    not UTF-8.
     """
     documents = _stdlib_documents() if corpus == "stdlib" else iter([_own_text(Path(corpus))])
     first = next(documents)
@@ -78,12 +87,15 @@ def load_corpus(
     return Corpus(np.concatenate(ids), tokenizer, digest.hexdigest()[:12])
 
 
-def batches(blocks: torch.Tensor, micro_batch_size: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield packed micro-batches for ever: `input_ids` and `labels`, both `(micro_batch_size, seq_len)` int64.
+def batches(
+    blocks: torch.Tensor, micro_batch_size: int, seed: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield packed micro-batches for ever: `input_ids` and `labels`, both `(micro_batch_size,
+    seq_len)` int64.
 
     `blocks` is `(n_blocks, seq_len)`. Each epoch is a new seeded order; the tail that fills no batch is left out.
-    Labels equal inputs: the loss shifts them by one position, so a sequence has seq_len - 1 targets.
-    Raises DataError if there are fewer blocks than `micro_batch_size`.
+    Labels equal inputs: the loss shifts them by one position, so a sequence has seq_len - 1
+    targets. Raises DataError if there are fewer blocks than `micro_batch_size`.
     """
     if len(blocks) < micro_batch_size:
         raise DataError(
@@ -101,32 +113,45 @@ def batches(blocks: torch.Tensor, micro_batch_size: int, seed: int) -> Iterator[
 def padded_batches(
     texts: list[str], tokenizer: Tokenizer, micro_batch_size: int, seq_len: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield one batch per `micro_batch_size` texts, in order: `input_ids`, `attention_mask`, `labels`, all `(B, T)`.
+    """Yield one batch per `micro_batch_size` texts, in order: `input_ids`, `attention_mask`,
+    `labels`, all `(B, T)`.
 
-    Each text is cut to `seq_len` tokens and padded on the right to the longest of its batch. Labels are -100 where the
-    attention mask is 0: by the mask, not by the pad token's id, which is also a real token (end of text).
+    Each text is cut to `seq_len` tokens and padded on the right to the longest of its batch. Labels
+    are -100 where the attention mask is 0: by the mask, not by the pad token's id, which is also a
+    real token (end of text).
     """
     end = tokenizer.token_to_id(END_OF_TEXT)
     for start in range(0, len(texts), micro_batch_size):
-        rows = [[*tokenizer.encode(text).ids[: seq_len - 1], end] for text in texts[start : start + micro_batch_size]]
+        rows = [
+            [*tokenizer.encode(text).ids[: seq_len - 1], end]
+            for text in texts[start : start + micro_batch_size]
+        ]
         longest = max(map(len, rows))
         input_ids = torch.tensor([row + [end] * (longest - len(row)) for row in rows])  # (B, T)
-        attention_mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])  # (B, T)
+        attention_mask = torch.tensor(
+            [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+        )  # (B, T)
         labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
         yield {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
 def topic_texts() -> list[str]:
-    """Return the chapters of CPython's language reference as plain texts, in alphabetical order of their topics."""
+    """Return the chapters of CPython's language reference as plain texts, in alphabetical order of
+    their topics.
+    """
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # a Python packaged without its documentation: the library's source still serves
+    except (
+        ImportError
+    ):  # a Python packaged without its documentation: the library's source still serves
         return []
     return [topics[name] for name in sorted(topics)]
 
 
 def _stdlib_documents() -> Iterator[str]:
-    """Yield the language reference as one document, then each module of the standard library, in sorted order."""
+    """Yield the language reference as one document, then each module of the standard library, in
+    sorted order.
+    """
     if texts := topic_texts():
         yield "\n\n".join(texts)
     root = Path(sysconfig.get_path("stdlib"))
@@ -144,9 +169,13 @@ def _own_text(path: Path) -> str:
     except FileNotFoundError:
         raise DataError(f"corpus: no such file: {path}") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"corpus: {path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        raise DataError(
+            f"corpus: {path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
     except OSError as error:
-        raise DataError(f"corpus: cannot read {path}: {error.strerror}; name one text file") from None
+        raise DataError(
+            f"corpus: cannot read {path}: {error.strerror}; name one text file"
+        ) from None
     if not text.strip():
         raise DataError(f"corpus: {path} is empty")
     return text
@@ -156,7 +185,9 @@ def _own_text(path: Path) -> str:
 def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
     key = hashlib.sha256(f"{vocab_size} {text}".encode()).hexdigest()[:16]
     cached = runs_dir() / "cache" / f"bpe-{key}.json"
-    with suppress(OSError):  # without a cache each process trains it; a run will say what is wrong with runs/
+    with suppress(
+        OSError
+    ):  # without a cache each process trains it; a run will say what is wrong with runs/
         if cached.exists():
             return Tokenizer.from_str(cached.read_text(encoding="utf-8"))
     tokenizer = Tokenizer(models.BPE())
@@ -176,7 +207,11 @@ def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
 
 @lru_cache(maxsize=1024)
 def _token_ids(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    return np.asarray([*tokenizer.encode(text).ids, tokenizer.token_to_id(END_OF_TEXT)], dtype=np.int32)
+    return np.asarray(
+        [*tokenizer.encode(text).ids, tokenizer.token_to_id(END_OF_TEXT)], dtype=np.int32
+    )
 
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no warning from processes that fork later
+os.environ.setdefault(
+    "TOKENIZERS_PARALLELISM", "false"
+)  # no warning from processes that fork later

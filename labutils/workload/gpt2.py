@@ -51,8 +51,9 @@ def build_model(
 ) -> nn.Module:
     """Return Hugging Face's GPT-2 of the named size, float32, on the CPU, in training mode.
 
-    Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch no network;
-    positions beyond 1024 are allowed. Pretrained ones raise WeightsUnavailable within seconds if they cannot be had.
+    Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch
+    no network; positions beyond 1024 are allowed. Pretrained ones raise WeightsUnavailable within
+    seconds if they cannot be had.
     `gradient_checkpointing="block"` keeps each block's input only and computes the block again in the backward pass;
     `every_2` and so on do so for units of two blocks or more; `selective` and `offload`: see `checkpointing.Units`.
     `attention`: see `use_attention`. `n_layer` builds another depth than the named one, with random weights.
@@ -65,7 +66,8 @@ def build_model(
         "resid_pdrop": dropout,
         "embd_pdrop": dropout,
         "attn_pdrop": dropout,
-        "use_cache": use_cache and gradient_checkpointing == "none",  # a block computed again would write it twice
+        "use_cache": use_cache
+        and gradient_checkpointing == "none",  # a block computed again would write it twice
     }
     torch.manual_seed(seed)
     if weights == "pretrained":
@@ -85,13 +87,17 @@ def build_model(
         )
     if gradient_checkpointing != "none":
         blocks = built.transformer.h
-        built.transformer.h = checkpointing.Units(blocks, gradient_checkpointing, built.config.attn_pdrop)
+        built.transformer.h = checkpointing.Units(
+            blocks, gradient_checkpointing, built.config.attn_pdrop
+        )
     use_attention(built, attention)
     return built.train()  # from_pretrained returns eval(), which switches dropout off silently
 
 
 def _transformers() -> tuple[type, type]:
-    """Return Hugging Face's GPT2Config and GPT2LMHeadModel, imported without the warnings meant for others."""
+    """Return Hugging Face's GPT2Config and GPT2LMHeadModel, imported without the warnings meant for
+    others.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a progress bar without ipywidgets, say
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -106,32 +112,46 @@ def _pretrained(model: str, shape: dict) -> nn.Module:
             f"openai-community/{model}", local_files_only=offline, dtype=torch.float32, **shape
         )
     except OSError as error:
-        raise WeightsUnavailable(f"weights: pretrained: {error}. Way out: weights: random") from error
+        raise WeightsUnavailable(
+            f"weights: pretrained: {error}. Way out: weights: random"
+        ) from error
 
 
 def pretrained_tokenizer(model: str) -> Tokenizer:
-    """Return GPT-2's own tokenizer (50257 entries), from the cache or the hub. Raises WeightsUnavailable."""
+    """Return GPT-2's own tokenizer (50257 entries), from the cache or the hub.
+
+    Raises WeightsUnavailable.
+    """
     from huggingface_hub import hf_hub_download
 
     offline = _require_hub_or_cache(model, "tokenizer.json")
     try:
-        path = hf_hub_download(f"openai-community/{model}", "tokenizer.json", local_files_only=offline)
+        path = hf_hub_download(
+            f"openai-community/{model}", "tokenizer.json", local_files_only=offline
+        )
     except (OSError, ValueError) as error:  # the hub's errors are of both kinds
-        raise WeightsUnavailable(f"weights: pretrained: {error}. Way out: weights: random") from error
+        raise WeightsUnavailable(
+            f"weights: pretrained: {error}. Way out: weights: random"
+        ) from error
     return Tokenizer.from_file(path)
 
 
 def _require_hub_or_cache(model: str, file: str) -> bool:
-    """Return True if cached, False if the hub offers the file within four seconds; else raise WeightsUnavailable."""
+    """Return True if cached, False if the hub offers the file within four seconds; else raise
+    WeightsUnavailable.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     repository = f"openai-community/{model}"
     if isinstance(try_to_load_from_cache(repository, file), str):
         return True
-    # The time limit is a thread's: the client's own does not end a name look-up that hangs, nor its repeated attempts.
+    # The time limit is a thread's: the client's own does not end a name look-up that hangs, nor its
+    # repeated attempts.
     asked = Future()
     threading.Thread(
-        target=_settle, args=(asked, lambda: get_hf_file_metadata(hf_hub_url(repository, file), timeout=3)), daemon=True
+        target=_settle,
+        args=(asked, lambda: get_hf_file_metadata(hf_hub_url(repository, file), timeout=3)),
+        daemon=True,
     ).start()
     try:
         asked.result(timeout=4)

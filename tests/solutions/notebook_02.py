@@ -1,4 +1,7 @@
-"""Right answers to the exercises of notebook 02. This folder can be removed without breaking the course."""
+"""Right answers to the exercises of notebook 02.
+
+This folder can be removed without breaking the course.
+"""
 
 from itertools import islice
 

@@ -94,7 +94,9 @@ def test_wrong_step_is_named(capsys, changes, misconception):
 
 
 def test_the_broken_step_of_the_notebook_is_not_right(capsys):
-    step = broken((UNSCALE + CLIP + STEP + UPDATE + ZERO, CLIP + UNSCALE + "    optimizer.step()\n"))
+    step = broken(
+        (UNSCALE + CLIP + STEP + UPDATE + ZERO, CLIP + UNSCALE + "    optimizer.step()\n")
+    )
     assert "Not yet" in verdict(capsys, checks.amp_step, step)
 
 

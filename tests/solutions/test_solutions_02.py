@@ -1,4 +1,6 @@
-"""Each right solution of notebook 02 passes; each classic wrong one fails with the misconception it shows."""
+"""Each right solution of notebook 02 passes; each classic wrong one fails with the misconception it
+shows.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,23 @@ def inner(*lines: str) -> str:
         ([(SUM, ")")], "the gradient grows with their number"),
         ([(SUM, ") / len(micro_batches)")], "a mean of means"),
         ([(SUM, ', reduction="sum")')], "never divided"),
-        ([(UNSCALE + CLIP + STEP + UPDATE, CLIP + OWN_STEP), (SCALE, SCALE + inner(UNSCALE, UPDATE))], "only the last"),
+        (
+            [
+                (UNSCALE + CLIP + STEP + UPDATE, CLIP + OWN_STEP),
+                (SCALE, SCALE + inner(UNSCALE, UPDATE)),
+            ],
+            "only the last",
+        ),
         ([(SCALE, SCALE + inner(UNSCALE, UPDATE))], "more than once"),
         ([(SCALE, SCALE + inner(UNSCALE))], "it raised RuntimeError"),
         ([(SCALE, inner(ZERO) + SCALE)], "only the last micro-batch"),
-        ([(SCALE, SCALE + inner(UNSCALE, CLIP, STEP, UPDATE, ZERO)), (UNSCALE + CLIP + STEP + UPDATE, "")], "4 times"),
+        (
+            [
+                (SCALE, SCALE + inner(UNSCALE, CLIP, STEP, UPDATE, ZERO)),
+                (UNSCALE + CLIP + STEP + UPDATE, ""),
+            ],
+            "4 times",
+        ),
         ([(UNSCALE + CLIP, CLIP + UNSCALE)], "far too short"),
         ([(UNSCALE, "")], "far too short"),
         ([(CLIP, "")], "longer than max_grad_norm"),
@@ -91,17 +105,37 @@ WINDOWS = "    while window := list(islice(batches, grad_accum_steps)):\n"
         ([(SUM, ")")], "the gradient grows with their number"),
         ([(SUM, ") / len(window)")], "a mean of means"),
         ([(SUM, ', reduction="sum")')], "never divided"),
-        ([(SUM, ', reduction="sum") / sum(len(y) for _, y in window) * len(window) / grad_accum_steps')], "as if it"),
-        ([(WINDOWS, "    batches = list(batches)[:6]\n    batches = iter(batches)\n" + WINDOWS)], "last, shorter"),
+        (
+            [
+                (
+                    SUM,
+                    ', reduction="sum") / sum(len(y) for _, y in window) * len(window) / grad_accum_steps',
+                )
+            ],
+            "as if it",
+        ),
+        (
+            [(WINDOWS, "    batches = list(batches)[:6]\n    batches = iter(batches)\n" + WINDOWS)],
+            "last, shorter",
+        ),
         ([(EPOCH_ZERO, "")], "earlier window"),
         ([(EPOCH_CLIP, "")], "not clipped"),
         ([(BACKWARD, BACKWARD + "    " + EPOCH_CLIP)], "clipped after every micro-batch"),
-        ([("window_loss += loss.item()", "window_loss = loss.item() * n_rows / len(y)")], "last micro-batch only"),
-        ([("window_loss += loss.item()", "window_loss = loss.item()")], "not the means over all rows"),
+        (
+            [("window_loss += loss.item()", "window_loss = loss.item() * n_rows / len(y)")],
+            "last micro-batch only",
+        ),
+        (
+            [("window_loss += loss.item()", "window_loss = loss.item()")],
+            "not the means over all rows",
+        ),
         ([("    return losses\n", "")], "one loss per optimizer step"),
         ([(EPOCH_STEP, "")], "never stepped"),
         ([(BACKWARD, BACKWARD + "    " + EPOCH_STEP)], "windows are there"),
-        ([("batches = [], iter(batches)", "batches = [], iter([*batches[:1], *batches])")], "wrong micro-batches"),
+        (
+            [("batches = [], iter(batches)", "batches = [], iter([*batches[:1], *batches])")],
+            "wrong micro-batches",
+        ),
     ],
 )
 def test_wrong_epoch_is_named(capsys, changes, misconception):
@@ -113,7 +147,9 @@ def test_wrong_epoch_is_named(capsys, changes, misconception):
 def given_functions() -> dict[str, str]:
     """Return {name: source} of the functions that the notebook gives as broken."""
     cells = nbformat.reads(committed(NOTEBOOK), as_version=4).cells
-    source = "\n".join(cell.source for cell in cells if cell.cell_type == "code" and "def broken_" in cell.source)
+    source = "\n".join(
+        cell.source for cell in cells if cell.cell_type == "code" and "def broken_" in cell.source
+    )
     tree = ast.parse(source)
     return {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -133,7 +169,10 @@ def test_the_given_epoch_can_be_mended_one_bug_at_a_time(capsys):
     seen = []
     for old, new in (
         ("i % grad_accum_steps == 0", "(i + 1) % grad_accum_steps == 0"),
-        ("(i + 1) % grad_accum_steps == 0", "(i + 1) % grad_accum_steps == 0 or i + 1 == len(batches)"),
+        (
+            "(i + 1) % grad_accum_steps == 0",
+            "(i + 1) % grad_accum_steps == 0 or i + 1 == len(batches)",
+        ),
     ):
         exec(source, namespace)
         seen.append(verdict(capsys, checks.accumulation_epoch, namespace["broken_epoch"]))
@@ -200,10 +239,14 @@ def tail_not_clipped(model, batches, optimizer, n, max_grad_norm):
 def tail_not_cleared(model, batches, optimizer, n, max_grad_norm):
     """The last window steps, and its gradients stay for the next epoch."""
     clear = optimizer.zero_grad
-    losses = right.accumulation_epoch(model, batches[: len(batches) // n * n], optimizer, n, max_grad_norm)
+    losses = right.accumulation_epoch(
+        model, batches[: len(batches) // n * n], optimizer, n, max_grad_norm
+    )
     optimizer.zero_grad = lambda *_, **__: None
     try:
-        return losses + right.accumulation_epoch(model, batches[len(batches) // n * n :], optimizer, n, max_grad_norm)
+        return losses + right.accumulation_epoch(
+            model, batches[len(batches) // n * n :], optimizer, n, max_grad_norm
+        )
     finally:
         optimizer.zero_grad = clear
 

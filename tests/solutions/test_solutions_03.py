@@ -1,4 +1,6 @@
-"""Each right answer of notebook 03 passes; each classic wrong one fails with the misconception it shows."""
+"""Each right answer of notebook 03 passes; each classic wrong one fails with the misconception it
+shows.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def test_wrong_placement_is_named(capsys, answer, misconception):
 
 
 def test_neither_hints_nor_notebook_hold_an_answer():
-    hints = " ".join(text for name in ("block_runs", "best_segments", "placement") for text in checks.HINTS[name])
+    hints = " ".join(
+        text for name in ("block_runs", "best_segments", "placement") for text in checks.HINTS[name]
+    )
     cells = nbformat.reads(committed(NOTEBOOK), as_version=4).cells
     text = " ".join(cell.source for cell in cells) + hints
     assert not re.search(r"\[0, 4, 5\]|\b24 (times|runs)|\b30 segments", text)

@@ -37,11 +37,20 @@ def verdict(capsys, check, *arguments) -> str:
             checks.largest_batch,
             ({2: 900, 6: 1700}, 4096),
             [17],
-            {9: "through zero", 14: "through zero", 20: "before the first", 17.98: "whole", 18: "over", 16: "one more"},
+            {
+                9: "through zero",
+                14: "through zero",
+                20: "before the first",
+                17.98: "whole",
+                18: "over",
+                16: "one more",
+            },
         ),
     ],
 )
-def test_right_answers_and_the_misconceptions_behind_wrong_ones(check, arguments, right, wrong, capsys):
+def test_right_answers_and_the_misconceptions_behind_wrong_ones(
+    check, arguments, right, wrong, capsys
+):
     for answer in right:
         assert verdict(capsys, check, *arguments, answer) == "Right."
     for answer, words in wrong.items():
@@ -52,8 +61,14 @@ def test_right_answers_and_the_misconceptions_behind_wrong_ones(check, arguments
 def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys):
     truths = [truth for _, truth, _ in checks.STATEMENTS]
     first = verdict(capsys, checks.self_test, [False] + [None] * (len(truths) - 1)).splitlines()[0]
-    assert first.startswith("1. right") and "saves activations always lowers" in first  # it does not
-    for answers, word in ((truths, "right"), ([not t for t in truths], "wrong"), ([None] * len(truths), "open")):
+    assert (
+        first.startswith("1. right") and "saves activations always lowers" in first
+    )  # it does not
+    for answers, word in (
+        (truths, "right"),
+        ([not t for t in truths], "wrong"),
+        ([None] * len(truths), "open"),
+    ):
         printed = verdict(capsys, checks.self_test, answers)
         assert printed.count(f". {word}") == len(truths)
     assert "(" not in printed.replace("empty_cache()", "")

@@ -1,11 +1,13 @@
-"""What torch's CUDA allocator does with runs of many configs: the table that predictions are compared with.
+"""What torch's CUDA allocator does with runs of many configs: the table that predictions are
+compared with.
 
     python -m labutils.tools.bench.allocator_table OUT.csv             # the configs of CONFIGS that fit this GPU
     python -m labutils.tools.bench.allocator_table OUT.csv --draw 20 --seed 1    # as many drawn at random instead
 
-Each row is three steps of `lab.train` from an empty allocator: the bytes allocated and reserved at most, with torch's
-default settings and with expandable segments, and the smallest cap of the allocator under which the steps complete.
-Only sizes count, so weights and text are of no matter. Rows are added to OUT.csv; those that are there are not run.
+Each row is three steps of `lab.train` from an empty allocator: the bytes allocated and reserved at
+most, with torch's default settings and with expandable segments, and the smallest cap of the
+allocator under which the steps complete. Only sizes count, so weights and text are of no matter.
+Rows are added to OUT.csv; those that are there are not run.
 """
 
 from __future__ import annotations
@@ -35,7 +37,16 @@ from labutils.workload.gpt2 import vocab_size
 CUDA = torch.device("cuda")
 FINENESS = 0.004  # of the smallest cap
 MIB = 2**20
-FIELDS = ("label", "config", "overrides", "card", "torch", "allocated_bytes", "requested_bytes", "reserved_bytes")
+FIELDS = (
+    "label",
+    "config",
+    "overrides",
+    "card",
+    "torch",
+    "allocated_bytes",
+    "requested_bytes",
+    "reserved_bytes",
+)
 FIELDS += ("reserved_expandable_bytes", "smallest_cap_bytes", "smallest_cap_expandable_bytes")
 
 
@@ -65,7 +76,13 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
     for name in ("fp32", "bf16"):
         for policy in ("block", "every_2", "every_3", "every_4", "selective", "offload"):
             yield name, shape(4, 1024) | {"gradient_checkpointing": policy}
-        for changes in (CHUNKS, BLOCK | CHUNKS, NO_DROPOUT, {"optimizer_impl": "foreach"}, {"attention": "eager"}):
+        for changes in (
+            CHUNKS,
+            BLOCK | CHUNKS,
+            NO_DROPOUT,
+            {"optimizer_impl": "foreach"},
+            {"attention": "eager"},
+        ):
             yield name, shape(4, 1024) | changes
         yield name, shape(4, 512) | LEAN
         yield name, shape(4, 512) | LEAN | BLOCK | CHUNKS
@@ -127,7 +144,9 @@ class Trials:
         return [*self.model.parameters(), *self.model.buffers()]
 
     def run(self, cap_bytes: float = 0, expandable: bool = False) -> dict[str, int] | None:
-        """Return the allocator's statistics after STEPS steps; None where memory ran out under the cap."""
+        """Return the allocator's statistics after STEPS steps; None where memory ran out under the
+        cap.
+        """
         torch._C._cuda_clearCublasWorkspaces()
         free_memory()
         if torch.cuda.memory_reserved():
@@ -163,7 +182,10 @@ class Trials:
         return record.outcome != "out_of_memory"
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        vocab, size = vocab_size(self.config.model), (self.config.micro_batch_size, self.config.seq_len)
+        vocab, size = (
+            vocab_size(self.config.model),
+            (self.config.micro_batch_size, self.config.seq_len),
+        )
         while True:
             ids = torch.randint(0, vocab, size)
             yield {"input_ids": ids, "labels": ids}
@@ -211,8 +233,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--draw", type=int, default=0, metavar="N", help="draw N configs instead")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--label", default="torch's CUDA allocator", help="what ran, for the first column")
-    parser.add_argument("--largest-gib", type=float, default=math.inf, help="leave out what is predicted to need more")
+    parser.add_argument(
+        "--label", default="torch's CUDA allocator", help="what ran, for the first column"
+    )
+    parser.add_argument(
+        "--largest-gib",
+        type=float,
+        default=math.inf,
+        help="leave out what is predicted to need more",
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA GPU is here", file=sys.stderr)
@@ -221,7 +250,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out.exists():
         with options.out.open(newline="") as file:
             done = {(r["config"], r["overrides"], r["card"]) for r in csv.DictReader(file)}
-    facts = {"label": options.label, "card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    facts = {
+        "label": options.label,
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
     with options.out.open("a", newline="") as file:
         table = csv.DictWriter(file, FIELDS, lineterminator="\n")
         if not done:
@@ -236,7 +269,12 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             table.writerow(facts | {"config": name, "overrides": text} | found)
             file.flush()
-            print(name, text, {key: round(n_bytes / MIB) for key, n_bytes in found.items()}, flush=True)
+            print(
+                name,
+                text,
+                {key: round(n_bytes / MIB) for key, n_bytes in found.items()},
+                flush=True,
+            )
     return 0
 
 

@@ -1,8 +1,9 @@
-"""What the benchmark compares: the same tokens, weights and precision in several ways to write the training.
+"""What the benchmark compares: the same tokens, weights and precision in several ways to write the
+training.
 
-An arm is a function `arm(config, stream, where)`: it trains on the micro-batches of `stream`, one optimizer
-step each, at most `config.steps`, and returns the loss of each step, a mean over targets. The stream keeps the time
-(`worker`).
+An arm is a function `arm(config, stream, where)`: it trains on the micro-batches of `stream`, one
+optimizer step each, at most `config.steps`, and returns the loss of each step, a mean over targets.
+The stream keeps the time (`worker`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from torch import nn
 from labutils.config.schema import Config
 from labutils.techniques import precision
 from labutils.training.loop import to_device, train
-from labutils.workload.build import build_experiment_model, build_loss, build_optimizer, float32_model
+from labutils.workload.build import (
+    build_experiment_model,
+    build_loss,
+    build_optimizer,
+    float32_model,
+)
 from labutils.workload.gpt2 import SIZES
 
 Batch = dict[str, torch.Tensor]
@@ -27,12 +33,17 @@ compiled_how = ""  # what the arm that ran in this process says of torch.compile
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
-    """Return the weights all arms start from, by Hugging Face's names; vocabulary padded if the config says so."""
+    """Return the weights all arms start from, by Hugging Face's names; vocabulary padded if the
+    config says so.
+    """
     return float32_model(config.model_copy(update={"gradient_checkpointing": "none"})).state_dict()
 
 
 def hugging_faces_model(config: Config, where: torch.device, **switches: Any) -> nn.Module:
-    """Return GPT-2 as transformers makes it by default: dropout 0.1, gelu_new, cache on, vocabulary as it is."""
+    """Return GPT-2 as transformers makes it by default:
+
+    Dropout 0.1, gelu_new, cache on, vocabulary as it is.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     n_layer, n_head, n_embd, vocab = SIZES[config.model]
@@ -40,13 +51,19 @@ def hugging_faces_model(config: Config, where: torch.device, **switches: Any) ->
     shape |= {"n_positions": max(1024, config.seq_len), "bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(**shape, **switches))
     model.loss_type = "ForCausalLM"
-    weights = {name: value[:vocab] if len(value) > vocab else value for name, value in initial_weights(config).items()}
+    weights = {
+        name: value[:vocab] if len(value) > vocab else value
+        for name, value in initial_weights(config).items()
+    }
     model.load_state_dict(weights)
     return model.to(where).train()
 
 
 def source(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
-    """The loop of the source material as it stands, but for names torch has removed: a GradScaler for BF16 too."""
+    """The loop of the source material as it stands, but for names torch has removed:
+
+    A GradScaler for BF16 too.
+    """
     model = hugging_faces_model(config, where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     use_amp = config.precision in ("fp16", "bf16")
@@ -73,7 +90,10 @@ def source(config: Config, stream: Iterator[Batch], where: torch.device) -> list
 
 
 def corrected(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
-    """The same loop, mended where it is wrong: a scaler for FP16 only, clipping, no cache, no outputs kept."""
+    """The same loop, mended where it is wrong:
+
+    A scaler for FP16 only, clipping, no cache, no outputs kept.
+    """
     model = hugging_faces_model(config, where, use_cache=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     scaler = precision.grad_scaler(config.precision, where)
@@ -154,14 +174,19 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT-2 in 20 lines, in the style of nanoGPT, with the same weights; `forward` returns the mean loss."""
+    """GPT-2 in 20 lines, in the style of nanoGPT, with the same weights; `forward` returns the mean
+    loss.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         n_layer, n_head, width, _ = SIZES[config.model]
         weights = initial_weights(config)
         vocab = len(weights["transformer.wte.weight"])
-        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(max(1024, config.seq_len), width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocab, width),
+            nn.Embedding(max(1024, config.seq_len), width),
+        )
         self.blocks = nn.ModuleList(Block(n_head, width) for _ in range(n_layer))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
         self.head.weight = self.tokens.weight
@@ -176,9 +201,24 @@ class PlainGPT(nn.Module):
 
 
 def _by_plain_names(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield Hugging Face's weights under PlainGPT's names; its Conv1D has the transposed matrix of a Linear."""
-    names = {"wte": "tokens", "wpe": "positions", "ln_f": "norm", "lm_head": "head", "h": "blocks", "ln_1": "norm_1"}
-    names |= {"ln_2": "norm_2", "attn.c_attn": "qkv", "attn.c_proj": "out", "mlp.c_fc": "up", "mlp.c_proj": "down"}
+    """Yield Hugging Face's weights under PlainGPT's names; its Conv1D has the transposed matrix of
+    a Linear.
+    """
+    names = {
+        "wte": "tokens",
+        "wpe": "positions",
+        "ln_f": "norm",
+        "lm_head": "head",
+        "h": "blocks",
+        "ln_1": "norm_1",
+    }
+    names |= {
+        "ln_2": "norm_2",
+        "attn.c_attn": "qkv",
+        "attn.c_proj": "out",
+        "mlp.c_fc": "up",
+        "mlp.c_proj": "down",
+    }
     for name, value in weights.items():
         plain = f".{name.removeprefix('transformer.')}"
         for old, new in names.items():
@@ -189,7 +229,9 @@ def _by_plain_names(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, tor
 def _bare_loop(
     model: nn.Module, call: Any, config: Config, stream: Iterator[Batch], where: torch.device
 ) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True
+    )
     scaler = precision.grad_scaler(config.precision, where)
     losses = []
     for batch in stream:
@@ -224,7 +266,10 @@ def plain_compiled(config: Config, stream: Iterator[Batch], where: torch.device)
 
 def ours_bare(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
     """The course's model in the bare loop: what `labutils.train` costs over it."""
-    model, loss_fn = build_experiment_model(config, where), build_loss(config, where, config.grad_accum_steps > 1)
+    model, loss_fn = (
+        build_experiment_model(config, where),
+        build_loss(config, where, config.grad_accum_steps > 1),
+    )
     n_targets = config.micro_batch_size * (config.seq_len - 1)
 
     def call(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -237,7 +282,10 @@ def ours_bare(config: Config, stream: Iterator[Batch], where: torch.device) -> l
 
 def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
     """The course's model and `labutils.train`, with every switch of the config."""
-    model, loss_fn = build_experiment_model(config, where), build_loss(config, where, config.grad_accum_steps > 1)
+    model, loss_fn = (
+        build_experiment_model(config, where),
+        build_loss(config, where, config.grad_accum_steps > 1),
+    )
     record = train(
         model,
         stream,
@@ -245,7 +293,9 @@ def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[f
         build_optimizer(model, config),
         steps=config.steps,
         precision_name=config.precision,
-        scaler=precision.grad_scaler(config.precision, where, config.init_scale, config.growth_interval),
+        scaler=precision.grad_scaler(
+            config.precision, where, config.init_scale, config.growth_interval
+        ),
         max_grad_norm=config.max_grad_norm,
         progress=False,
     )
@@ -254,7 +304,9 @@ def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[f
 
 
 def ours_waiting(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
-    """The same, but the CPU waits for the GPU before each batch, as a loop does that reads every step's loss."""
+    """The same, but the CPU waits for the GPU before each batch, as a loop does that reads every
+    step's loss.
+    """
 
     def waiting() -> Iterator[Batch]:
         for batch in stream:
@@ -265,8 +317,12 @@ def ours_waiting(config: Config, stream: Iterator[Batch], where: torch.device) -
 
 
 def ours_unpinned(config: Config, stream: Iterator[Batch], where: torch.device) -> list[float]:
-    """The same, but batches go to the GPU from pageable memory first, and targets are counted there."""
-    return ours(config, ({key: value.to(where) for key, value in batch.items()} for batch in stream), where)
+    """The same, but batches go to the GPU from pageable memory first, and targets are counted
+    there.
+    """
+    return ours(
+        config, ({key: value.to(where) for key, value in batch.items()} for batch in stream), where
+    )
 
 
 def _note(report: str) -> None:

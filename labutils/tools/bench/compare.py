@@ -1,7 +1,8 @@
 """Run the arms in turns, one process each, and report: a table, a figure, a JSON file.
 
-Timed are blocks of steps between two synchronisations, after warm-up and compilation. In each round every arm runs one
-block, so that a slow minute of the machine hits all of them; a row's ratio is the median of its rounds' ratios.
+Timed are blocks of steps between two synchronisations, after warm-up and compilation. In each round
+every arm runs one block, so that a slow minute of the machine hits all of them; a row's ratio is
+the median of its rounds' ratios.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ class _Process:
         self.row = row
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         numbers = [str(n) for n in (warmup, blocks, steps)]
-        command = [sys.executable, "-m", "labutils.tools.bench.worker", row.arm, row.config.model_dump_json(), *numbers]
+        command = [
+            sys.executable,
+            "-m",
+            "labutils.tools.bench.worker",
+            row.arm,
+            row.config.model_dump_json(),
+            *numbers,
+        ]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
@@ -86,10 +94,21 @@ class _Process:
                 stream.close()
 
 
-def run(rows: Sequence[Row], *, warmup: int = 10, blocks: int = 7, steps: int = 10, progress: bool = True) -> None:
-    """Fill the rows in. Processes start one after the other, each only when the one before has warmed up."""
+def run(
+    rows: Sequence[Row],
+    *,
+    warmup: int = 10,
+    blocks: int = 7,
+    steps: int = 10,
+    progress: bool = True,
+) -> None:
+    """Fill the rows in. Processes start one after the other, each only when the one before has
+    warmed up.
+    """
     processes = []
-    bar = tqdm(total=len(rows) * (1 + blocks), disable=not progress, desc="warming up", file=sys.stdout)
+    bar = tqdm(
+        total=len(rows) * (1 + blocks), disable=not progress, desc="warming up", file=sys.stdout
+    )
     try:
         for row in (row for row in rows if not row.failed):
             bar.set_description(f"warming up: {row.name}")
@@ -131,7 +150,9 @@ def table(rows: Sequence[Row]):
             "from": f"{min(row.tokens_per_s):,.0f}",
             "to": f"{max(row.tokens_per_s):,.0f}",
             "peak MiB": f"{row.facts['peak_bytes'] / MIB:,.1f}",
-            "reserved MiB": f"{row.facts['reserved_bytes'] / MIB:,.1f}" if "reserved_bytes" in row.facts else "",
+            "reserved MiB": f"{row.facts['reserved_bytes'] / MIB:,.1f}"
+            if "reserved_bytes" in row.facts
+            else "",
             "loss": f"{row.loss:.4f}",
             "warm-up s": f"{row.warm_s:.1f}",
         }
@@ -139,7 +160,9 @@ def table(rows: Sequence[Row]):
             pairs = zip(ours.tokens_per_s, row.tokens_per_s, strict=True)
             line["last row is × faster"] = f"{statistics.median(a / b for a, b in pairs):.3f}"
             needed = rate * ours.facts["flops_per_token"]
-            facts = row.facts if "peak_flops" in row.facts else ours.facts  # an ablation may have another precision
+            facts = (
+                row.facts if "peak_flops" in row.facts else ours.facts
+            )  # an ablation may have another precision
             line["MFU % of peak"] = f"{100 * needed / facts['peak_flops']:.1f}"
             line["of product"] = f"{100 * needed / facts['product_flops']:.1f}"
         line["compiled"] = row.facts.get("compiled", "")
@@ -155,13 +178,22 @@ def figure(rows: Sequence[Row], path: Path) -> None:
     from labutils.plotting import BLACK, BLUE, SKY
 
     done = [row for row in rows if row.facts]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 0.45 * len(done) + 1.6), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(
+        1, 2, figsize=(11, 0.45 * len(done) + 1.6), layout="constrained", sharey=True
+    )
     for y, row in enumerate(done):
         axes[0].plot(row.tokens_per_s, [y] * len(row.tokens_per_s), "|", color=SKY, ms=14)
         axes[0].plot(statistics.median(row.tokens_per_s), y, "o", color=BLUE)
         label = f"{statistics.median(row.tokens_per_s):,.0f}"
-        axes[0].annotate(label, (max(row.tokens_per_s), y), xytext=(6, -4), textcoords="offset points")
-    bars = axes[1].barh(range(len(done)), [row.facts["peak_bytes"] / MIB for row in done], color=SKY, edgecolor=BLACK)
+        axes[0].annotate(
+            label, (max(row.tokens_per_s), y), xytext=(6, -4), textcoords="offset points"
+        )
+    bars = axes[1].barh(
+        range(len(done)),
+        [row.facts["peak_bytes"] / MIB for row in done],
+        color=SKY,
+        edgecolor=BLACK,
+    )
     axes[1].bar_label(bars, fmt="{:,.1f}", padding=3)
     axes[0].set_yticks(range(len(done)), [row.name for row in done])
     axes[0].invert_yaxis()
@@ -173,13 +205,18 @@ def figure(rows: Sequence[Row], path: Path) -> None:
     if done:
         config, environment = done[-1].config, done[-1].facts["environment"]
         shape = f"{config.model}, {config.micro_batch_size} × {config.seq_len} tokens, {config.precision}"
-        figure.suptitle(f"{shape}; measured on {environment['device']}, torch {environment['torch']}", fontsize=10)
+        figure.suptitle(
+            f"{shape}; measured on {environment['device']}, torch {environment['torch']}",
+            fontsize=10,
+        )
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
 def save(rows: Sequence[Row], what: str) -> Path:
-    """Write everything that was seen to a new file `bench-….json`, and the figure beside it; return its path."""
+    """Write everything that was seen to a new file `bench-….json`, and the figure beside it; return
+    its path.
+    """
     run_id, created = new_id()
     path = runs_dir() / f"bench-{what}-{run_id}.json"
     parts = [
@@ -194,7 +231,12 @@ def save(rows: Sequence[Row], what: str) -> Path:
         }
         for row in rows
     ]
-    document: Mapping[str, Any] = {"what": what, "created": created, "commit": commit(), "rows": parts}
+    document: Mapping[str, Any] = {
+        "what": what,
+        "created": created,
+        "commit": commit(),
+        "rows": parts,
+    }
     write_atomically(path, json.dumps(document, indent=1).encode())
     figure(rows, path.with_suffix(".png"))
     return path

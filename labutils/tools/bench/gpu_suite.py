@@ -1,7 +1,8 @@
 """Everything that only a GPU shows, in three parts: `python -m labutils bench --gpu-suite OUT`.
 
-A part stops after less than eight minutes and is resumed by giving the command again: a step that has ended well is not
-run twice. Into OUT go a log and at most two small files a part; all else stays in a temporary folder.
+A part stops after less than eight minutes and is resumed by giving the command again: a step that
+has ended well is not run twice. Into OUT go a log and at most two small files a part; all else
+stays in a temporary folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ BENCH = [PYTHON, "-m", "labutils", "bench", "--blocks", "5", "--steps", "10"]
 PARTS: dict[int, dict[str, list[str]]] = {
     1: {"tests": [PYTHON, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "tests"]},
     2: {
-        "target": [*BENCH, "--set", "micro_batch_size=16", "--arms", "source", "trainer", "plain_compiled"],
+        "target": [
+            *BENCH,
+            "--set",
+            "micro_batch_size=16",
+            "--arms",
+            "source",
+            "trainer",
+            "plain_compiled",
+        ],
         "medium": [*BENCH, "--set", "model=gpt2-medium", "--arms", "plain_compiled"],
         "arms": BENCH,
         **{f"ablation {k}": [*BENCH, "--ablate", f"{k}/4"] for k in (1, 2, 3, 4)},
@@ -35,7 +44,11 @@ PARTS: dict[int, dict[str, list[str]]] = {
         },
     },
     3: {
-        "snapshot": [PYTHON, "-c", "from labutils.tools.bench import gpu_suite; gpu_suite.record_snapshot()"],
+        "snapshot": [
+            PYTHON,
+            "-c",
+            "from labutils.tools.bench import gpu_suite; gpu_suite.record_snapshot()",
+        ],
         **{
             stem[:2]: [PYTHON, "-m", "labutils", "labs", f"{stem}.ipynb"]
             for stem in sorted(path.stem for path in REPO_DIR.glob("0*.ipynb"))
@@ -44,8 +57,12 @@ PARTS: dict[int, dict[str, list[str]]] = {
 }
 
 
-def run_part(part: int, out: Path, steps: dict[str, list[str]], seconds: float = PART_SECONDS) -> bool:
-    """Run a part's steps until its time is up, collect what they left, and return whether all have succeeded."""
+def run_part(
+    part: int, out: Path, steps: dict[str, list[str]], seconds: float = PART_SECONDS
+) -> bool:
+    """Run a part's steps until its time is up, collect what they left, and return whether all have
+    succeeded.
+    """
     work = Path(tempfile.gettempdir()) / f"labutils-gpu-suite-{part}"
     (work / "runs").mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"LABUTILS_RUNS": str(work / "runs"), "PYTHONUNBUFFERED": "1"}
@@ -56,7 +73,9 @@ def run_part(part: int, out: Path, steps: dict[str, list[str]], seconds: float =
         for name, command in steps.items():
             left = end - time.monotonic()
             if name in finished or left < min(LEAST_SECONDS, seconds / 2):
-                print(f"part {part}, {name}: {'done before' if name in finished else 'no time left for it'}")
+                print(
+                    f"part {part}, {name}: {'done before' if name in finished else 'no time left for it'}"
+                )
                 continue
             print(f"part {part}, {name}: {' '.join(command[1:])}", flush=True)
             print(f"\n$ {' '.join(command[1:])}", file=log, flush=True)
@@ -72,9 +91,17 @@ def _lines(path: Path) -> list[str]:
 
 
 def _run(command: list[str], log, environment: dict[str, str], seconds: float) -> bool:
-    """Run one step in a process group of its own, and end all of it when the time is up: first as Ctrl-C would."""
+    """Run one step in a process group of its own, and end all of it when the time is up:
+
+    First as Ctrl-C would.
+    """
     process = subprocess.Popen(
-        command, cwd=REPO_DIR, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        command,
+        cwd=REPO_DIR,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
     )
     for patience, how in ((seconds, signal.SIGINT), (15, signal.SIGKILL), (15, signal.SIGKILL)):
         try:
@@ -101,7 +128,9 @@ def _collect(runs: Path, out: Path, part: int) -> None:
 
 
 def record_snapshot(model_name: str = "gpt2") -> Path:
-    """Record one training step of GPT-2, four sequences of 512 tokens, and save it in runs/; return the path."""
+    """Record one training step of GPT-2, four sequences of 512 tokens, and save it in runs/; return
+    the path.
+    """
     import torch
 
     from labutils.machine.gpu import choose_device

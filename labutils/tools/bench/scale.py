@@ -1,8 +1,9 @@
-"""How cost grows with batch, length, depth and width: measured tokens/s and peak, and the predicted lines.
+"""How cost grows with batch, length, depth and width: measured tokens/s and peak, and the predicted
+lines.
 
-The peak is the ledger's. The time of a step is predicted as a constant and a rate, fitted to the two smallest points of
-a sweep: time = a + FLOPs / b. Where points leave the line, something else has begun to cost, or products have become
-more efficient: the GFLOP/s tell.
+The peak is the ledger's. The time of a step is predicted as a constant and a rate, fitted to the
+two smallest points of a sweep: time = a + FLOPs / b. Where points leave the line, something else
+has begun to cost, or products have become more efficient: the GFLOP/s tell.
 """
 
 from __future__ import annotations
@@ -63,24 +64,36 @@ class Point:
 
 
 def sweeps(where: torch.device) -> dict[str, list[tuple[int, Shape]]]:
-    """Return {what grows: [(its value, shape)]}: small on a CPU, GPT-2 124M's surroundings on a GPU."""
+    """Return {what grows: [(its value, shape)]}:
+
+    Small on a CPU, GPT-2 124M's surroundings on a GPU.
+    """
     if where.type == "cuda":
-        base, sizes = (8, 1024, 12, 768, 50304), ((1, 2, 4, 8, 16, 32), (128, 256, 512, 1024, 2048, 4096))
+        base, sizes = (
+            (8, 1024, 12, 768, 50304),
+            ((1, 2, 4, 8, 16, 32), (128, 256, 512, 1024, 2048, 4096)),
+        )
         sizes += ((3, 6, 12, 24, 48), (256, 512, 768, 1024, 1536, 2048))
     else:
         base, sizes = (4, 128, 4, 128, 2048), ((1, 2, 4, 8, 16), (32, 64, 128, 256, 512))
         sizes += ((1, 2, 4, 8), (64, 128, 256, 512))
     found = {}
     sizes += (
-        ((50250, 50256, 50257, 50264, 50272, 50304),) if where.type == "cuda" else ((2040, 2041, 2044, 2047, 2048),)
+        ((50250, 50256, 50257, 50264, 50272, 50304),)
+        if where.type == "cuda"
+        else ((2040, 2041, 2044, 2047, 2048),)
     )
-    for i, (name, values) in enumerate(zip(("batch", "length", "layers", "width", "vocabulary"), sizes, strict=True)):
+    for i, (name, values) in enumerate(
+        zip(("batch", "length", "layers", "width", "vocabulary"), sizes, strict=True)
+    ):
         found[name] = [(value, Shape(*base[:i], value, *base[i + 1 :])) for value in values]
     return found
 
 
 def measure(shape: Shape, where: torch.device, name: str) -> tuple[float, int, int, float]:
-    """Return (median ms of a step, measured peak, predicted peak, FLOPs of a step) in one precision."""
+    """Return (median ms of a step, measured peak, predicted peak, FLOPs of a step) in one
+    precision.
+    """
     model = shape.model()
     ids = torch.randint(0, min(shape.vocab, 2048), (shape.batch, shape.seq_len))
     batch = {"input_ids": ids, "labels": ids}
@@ -91,7 +104,9 @@ def measure(shape: Shape, where: torch.device, name: str) -> tuple[float, int, i
     model = model.to(where)
     optimizer = adamw(model.parameters())
     endless = iter(lambda: batch, None)
-    record = train(model, endless, lm_loss_sum, optimizer, steps=TIMED + 2, precision_name=name, progress=False)
+    record = train(
+        model, endless, lm_loss_sum, optimizer, steps=TIMED + 2, precision_name=name, progress=False
+    )
     if record.outcome == "out_of_memory":
         raise torch.OutOfMemoryError(record.reason)
     report = measure_step(
@@ -101,7 +116,12 @@ def measure(shape: Shape, where: torch.device, name: str) -> tuple[float, int, i
         optimizer,
         autocast=lambda: precision.autocast(name, where),
     )
-    return statistics.median(record.series.step_ms[2:]), report.peak_bytes, predicted.peak_bytes, flops
+    return (
+        statistics.median(record.series.step_ms[2:]),
+        report.peak_bytes,
+        predicted.peak_bytes,
+        flops,
+    )
 
 
 def run(where: torch.device, name: str, chosen: dict[str, list[tuple[int, Shape]]]) -> list[Point]:
@@ -150,19 +170,34 @@ def table(points: Sequence[Point]):
 
 
 def figure(points: Sequence[Point], title: str, path: Path) -> None:
-    """Save a figure: for each sweep tokens/s above and peak below, measured points and predicted lines."""
+    """Save a figure: for each sweep tokens/s above and peak below, measured points and predicted
+    lines.
+    """
     import matplotlib.pyplot as plt
 
     from labutils.plotting import BLUE, ORANGE
 
     names = list(dict.fromkeys(p.sweep for p in points))
-    figure, axes = plt.subplots(2, len(names), figsize=(3.4 * len(names), 5.6), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        2, len(names), figsize=(3.4 * len(names), 5.6), layout="constrained", squeeze=False
+    )
     for column, name in enumerate(names):
         mine = [p for p in points if p.sweep == name]
-        x, tokens = [p.value for p in mine], np.array([p.shape.batch * p.shape.seq_len for p in mine])
+        x, tokens = (
+            [p.value for p in mine],
+            np.array([p.shape.batch * p.shape.seq_len for p in mine]),
+        )
         rows = (
-            (1000 * tokens / [p.ms for p in mine], 1000 * tokens / [p.predicted_ms for p in mine], "tokens per second"),
-            ([p.peak_bytes / 2**20 for p in mine], [p.predicted_bytes / 2**20 for p in mine], "peak, MiB"),
+            (
+                1000 * tokens / [p.ms for p in mine],
+                1000 * tokens / [p.predicted_ms for p in mine],
+                "tokens per second",
+            ),
+            (
+                [p.peak_bytes / 2**20 for p in mine],
+                [p.predicted_bytes / 2**20 for p in mine],
+                "peak, MiB",
+            ),
         )
         for ax, (measured, predicted, label) in zip(axes[:, column], rows, strict=True):
             ax.plot(x, predicted, "--", color=ORANGE, label="predicted")

@@ -1,7 +1,8 @@
-"""One arm in one process: `python -m labutils.tools.bench.worker ARM CONFIG_JSON WARMUP BLOCKS STEPS`.
+"""One arm in one process: `python -m labutils.tools.bench.worker ARM CONFIG_JSON WARMUP BLOCKS
+STEPS`.
 
-It says a line of JSON for each thing that happened, and before each timed block waits for a line on stdin, so that the
-arms take turns.
+It says a line of JSON for each thing that happened, and before each timed block waits for a line on
+stdin, so that the arms take turns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ PEAK_STEPS = 2
 
 
 class Clock:
-    """Yields micro-batches and times them: warm-up, blocks of steps on command, a few steps for the peak on a CPU."""
+    """Yields micro-batches and times them:
+
+    Warm-up, blocks of steps on command, a few steps for the peak on a CPU.
+    """
 
     def __init__(self, config: Config, where: torch.device, channel: Any) -> None:
         self.config, self.where, self.channel, self.peak_bytes = config, where, channel, 0
@@ -39,10 +43,15 @@ class Clock:
         print(json.dumps(facts), file=self.channel, flush=True)
 
     def batches(self, warmup: int, blocks: int, steps: int) -> Iterator[Batch]:
-        """Yield `warmup` batches, then `steps` for each block. A request for the next batch ends the step before."""
+        """Yield `warmup` batches, then `steps` for each block.
+
+        A request for the next batch ends the step before.
+        """
         tokens = self.config.micro_batch_size * self.config.seq_len
         corpus = build_corpus(self.config)
-        stream = data.batches(corpus.split(self.config.seq_len)[0], self.config.micro_batch_size, self.config.seed)
+        stream = data.batches(
+            corpus.split(self.config.seq_len)[0], self.config.micro_batch_size, self.config.seed
+        )
         begun = time.perf_counter()
         yield from (next(stream) for _ in range(warmup))
         self.synchronize()
@@ -74,7 +83,9 @@ def main(arm: str, config_json: str, *numbers: str) -> None:
     where, config = choose_device(), Config.model_validate_json(config_json)
     warmup, blocks, steps = map(int, numbers)
     config = config.model_copy(update={"steps": warmup + blocks * steps + PEAK_STEPS + 1})
-    clock = Clock(config, where, channel)  # one step more than there are batches: the end must be asked for
+    clock = Clock(
+        config, where, channel
+    )  # one step more than there are batches: the end must be asked for
     with precision.tf32(config.precision == "tf32"):  # for all arms alike
         losses = ARMS[arm](config, clock.batches(warmup, blocks, steps), where)
     facts = {"losses": losses, "peak_bytes": clock.peak_bytes, "compiled": arms.compiled_how}
@@ -86,8 +97,15 @@ def main(arm: str, config_json: str, *numbers: str) -> None:
         dtype, n = precision.COMPUTE_DTYPE[config.precision], 8192 if where.type == "cuda" else 1024
         with precision.tf32(config.precision == "tf32"):
             product = matmul_rate(dtype, where, n)
-        facts |= {"flops_per_token": flops_per_token(model, config.seq_len), "peak_flops": flops, "peak": source}
-        facts |= {"product_flops": product, "product": f"a {n}² product in {dtype}".replace("torch.", "")}
+        facts |= {
+            "flops_per_token": flops_per_token(model, config.seq_len),
+            "peak_flops": flops,
+            "peak": source,
+        }
+        facts |= {
+            "product_flops": product,
+            "product": f"a {n}² product in {dtype}".replace("torch.", ""),
+        }
     clock.say(**facts, environment=environment(where))
 
 
