@@ -29,7 +29,7 @@ _MODULE_OF = {
     **dict.fromkeys(("batches", "load_corpus", "padded_batches"), "workload.data"),
     **dict.fromkeys(("build_model",), "workload.gpt2"),
     **dict.fromkeys(("count_targets", "lm_loss_sum"), "techniques.loss"),
-    **dict.fromkeys(("autocast", "grad_scaler", "support", "tf32"), "techniques.precision"),
+    **dict.fromkeys(("autocast", "grad_scaler", "tf32"), "techniques.precision"),
     **dict.fromkeys(("allocated_bytes", "free_memory"), "memory.device_memory"),
     **dict.fromkeys(("needed_gib", "predict_memory", "predict_module"), "prediction.memory"),
     **dict.fromkeys(
@@ -44,7 +44,7 @@ _MODULE_OF = {
     "fit": "prediction.fit",
     "flops_per_token": "training.speed",
     "load_config": "config.reader",
-    "matmul_rate": "machine.here",
+    **dict.fromkeys(("matmul_rate", "support"), "machine.here"),
     "measure_step": "memory.measure",
     "peak_allocated": "memory.cpu_recorder",
     "setup": "session",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 REPO_DIR = Path(__file__).resolve().parent.parent
+CONFIGS_DIR = REPO_DIR / "configs"
 REFERENCE_DIR = Path(__file__).resolve().parent / "reference"
 
 

@@ -30,7 +30,7 @@ TINY = {
 
 def run(name="fp32", **changes):
     config = lab.load_config(name, **(TINY | changes))
-    return lab.run_experiment(config, where=CPU, progress=False, rerun=True)
+    return lab.run_experiment(config, device=CPU, progress=False, rerun=True)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_baseline_runs_twice_and_others_once(runs):
 
     def experiment_run(path, repeat):
         made.append((path.stem, repeat))
-        return real(lab.load_config(path, **TINY), where=CPU, repeat=repeat, progress=False)
+        return real(lab.load_config(path, **TINY), device=CPU, repeat=repeat, progress=False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "run_experiment", experiment_run)

@@ -53,7 +53,7 @@ def losses_of_both(config, folder, monkeypatch, capsys):
     """Run a config by labutils and as a script; return both lists of losses and both held-out
     losses.
     """
-    record = lab.run_experiment(config, where=CPU, rerun=True, progress=False)
+    record = lab.run_experiment(config, device=CPU, rerun=True, progress=False)
     assert record.outcome == "completed"
     path = folder / "train.py"
     path.write_text(script(config, "cpu"), encoding="utf-8")
@@ -238,7 +238,7 @@ def test_script_has_only_what_its_config_uses():
 
 def test_script_runs_where_labutils_is_not(own_text, runs, tmp_path):
     config = small("accumulation", **own_text)
-    recorded = lab.run_experiment(config, where=CPU, rerun=True, progress=False)
+    recorded = lab.run_experiment(config, device=CPU, rerun=True, progress=False)
     (tmp_path / "train.py").write_text(script(config, "cpu"), encoding="utf-8")
     (tmp_path / "labutils.py").write_text(
         "raise ImportError('no labutils here')"
@@ -338,7 +338,7 @@ def test_script_for_a_gpu_has_the_losses_of_a_run_there(
     config = load_config(
         name, **SMALL, **own_text, model="gpt2-nano", tokens_per_step=tokens, memory_limit_gib=0.0
     )
-    record = lab.run_experiment(config, where=torch.device("cuda"), rerun=True, progress=False)
+    record = lab.run_experiment(config, device=torch.device("cuda"), rerun=True, progress=False)
     path = tmp_path / "train.py"
     path.write_text(script(config, "cuda"), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", [str(path)])

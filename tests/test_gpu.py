@@ -50,7 +50,7 @@ SMALL = {
 def test_each_supported_precision_trains_on_cuda(name, runs):
     if not lab.support(name, CUDA).ok:
         pytest.skip(lab.support(name, CUDA).reason)
-    record = lab.run_experiment(lab.load_config(name, **SMALL), where=CUDA, progress=False)
+    record = lab.run_experiment(lab.load_config(name, **SMALL), device=CUDA, progress=False)
     assert record.outcome == "completed"
     assert record.series.loss[-1] < record.series.loss[0]
     assert record.memory.method.startswith("CUDA")
@@ -64,7 +64,7 @@ def test_losses_of_all_precisions_agree(runs):
     usable = [p for p in ("fp32", "tf32", "fp16", "bf16") if lab.support(p, CUDA).ok]
     series = {
         p: lab.run_experiment(
-            lab.load_config(p, **SMALL, dropout=0.0), where=CUDA, progress=False
+            lab.load_config(p, **SMALL, dropout=0.0), device=CUDA, progress=False
         ).series.loss
         for p in usable
     }
@@ -229,7 +229,7 @@ def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
 
 def test_memory_limit_makes_a_large_card_small(runs):
     config = lab.load_config("fp32", steps=2, lr_warmup_steps=0, memory_limit_gib=1.0)
-    record = lab.run_experiment(config, where=CUDA, progress=False)
+    record = lab.run_experiment(config, device=CUDA, progress=False)
     assert record.outcome == "out_of_memory"  # 124M parameters alone ask for 1.9 GiB
     assert "emulated" in record.environment["memory limit"]
     torch.empty(2**31, dtype=torch.uint8, device=CUDA)  # the limit is gone
@@ -283,7 +283,7 @@ def test_out_of_memory_is_an_outcome_and_memory_comes_back(runs):
         config = lab.load_config(
             "fp32", micro_batch_size=64, tokens_per_step=32768, steps=2, lr_warmup_steps=0
         )
-        record = lab.run_experiment(config, where=CUDA, progress=False)
+        record = lab.run_experiment(config, device=CUDA, progress=False)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert record.outcome == "out_of_memory"
@@ -358,7 +358,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
 def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
     eager, compiled = (
         lab.run_experiment(
-            lab.load_config("optimized", **SMALL, compile=how), where=CUDA, progress=False
+            lab.load_config("optimized", **SMALL, compile=how), device=CUDA, progress=False
         )
         for how in ("off", mode)
     )
@@ -411,7 +411,7 @@ def test_lean_optimizers_train_as_the_ledger_says(runs, name):
     config = lab.load_config("fp32", **(SMALL | {"tokens_per_step": 256}), **LEAN, **CASES[name])
     if not lab.support(config.precision, CUDA).ok:
         pytest.skip(lab.support(config.precision, CUDA).reason)
-    record = lab.run_experiment(config, where=CUDA, progress=False)
+    record = lab.run_experiment(config, device=CUDA, progress=False)
     assert record.series.loss[-1] < record.series.loss[0]
     assert record.memory.peak_bytes == pytest.approx(
         lab.predict_memory(config, "this").peak_bytes, rel=0.02
@@ -424,7 +424,7 @@ def test_xl_stays_under_its_limit(runs):
     if not lab.support("pure_bf16", CUDA).ok:
         pytest.skip(lab.support("pure_bf16", CUDA).reason)
     record = lab.run_experiment(
-        lab.load_config("xl", steps=3, lr_warmup_steps=1), where=CUDA, progress=False
+        lab.load_config("xl", steps=3, lr_warmup_steps=1), device=CUDA, progress=False
     )
     assert record.outcome == "completed", record.reason
     assert record.memory.peak_bytes == pytest.approx(
@@ -458,7 +458,7 @@ def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch
 
     def run(resume=False):
         config = lab.load_config("fp16", **small)
-        return lab.run_experiment(config, where=CUDA, progress=False, rerun=True, resume=resume)
+        return lab.run_experiment(config, device=CUDA, progress=False, rerun=True, resume=resume)
 
     whole, real = run(), learning_rate_at
 

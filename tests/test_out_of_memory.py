@@ -113,7 +113,7 @@ def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
         here, "free_host_bytes", lambda: 70 * 2**20
     )  # enough, but for fragmentation
     monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("it trained"))
-    record = lab.run_experiment(lab.load_config("fp32"), where=CPU, progress=False)
+    record = lab.run_experiment(lab.load_config("fp32"), device=CPU, progress=False)
     assert record.outcome == "out_of_memory"
     assert record.reason.startswith(
         "asked for 75 MiB more, 70 MiB free. 70 MiB are free now. Cheapest ways out"
@@ -168,12 +168,12 @@ def test_each_run_says_how_its_own_memory_was_given_back(runs, monkeypatch):
     config = lab.load_config("fp32", steps=3, lr_warmup_steps=0)
     for mib in (2000, 120, 2000):
         monkeypatch.setattr(here, "free_host_bytes", lambda mib=mib: mib * 2**20)
-        record = lab.run_experiment(config, where=CPU, progress=False)
+        record = lab.run_experiment(config, device=CPU, progress=False)
         assert ("malloc" in record.environment) == (mib == 120)
         assert bool(os.environ.get("MALLOC_MMAP_THRESHOLD_")) == (mib == 120)
     assert len(list(runs.glob("*.json"))) == 2  # the third is the first one's equal
     monkeypatch.setattr(here, "free_host_bytes", lambda: 120 * 2**20)
-    assert "malloc" in lab.run_experiment(config, where=CPU, progress=False).environment
+    assert "malloc" in lab.run_experiment(config, device=CPU, progress=False).environment
     assert len(list(runs.glob("*.json"))) == 2
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from labutils.prediction.resolve import resolve
 from torch import nn
 
 import labutils as lab
@@ -35,7 +36,6 @@ from labutils.prediction.memory import (
     predict_module,
     tracing_works,
 )
-from labutils.prediction.resolve import resolve
 from labutils.prediction.trace import BIRTH, DEATH, OPERATION, Event, Segment, Storage, Trace
 from labutils.prediction.traces import _step_only, _trace
 from labutils.techniques import precision

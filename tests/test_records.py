@@ -46,7 +46,7 @@ def record(name="fp32", ms=10.0, spread=0.01, **changes):
 
 def tiny_run(**options):
     config = lab.load_config("fp32", **TINY)
-    return lab.run_experiment(config, where=torch.device("cpu"), progress=False, **options)
+    return lab.run_experiment(config, device=torch.device("cpu"), progress=False, **options)
 
 
 def test_record_survives_the_file_with_inf_and_nan(runs):

@@ -10,6 +10,7 @@ import statistics
 from contextlib import nullcontext
 
 import pytest
+from labutils.prediction.resolve import resolve
 
 import labutils as lab
 from labutils.config.cards import CONTEXT_GIB
@@ -19,7 +20,6 @@ from labutils.prediction import replay
 from labutils.prediction import traces as predict
 from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
 from labutils.prediction.memory import Prediction, Sweep
-from labutils.prediction.resolve import resolve
 from labutils.prediction.trace import BIRTH, LASTING
 from labutils.prediction.traces import _settings, _trace
 from labutils.techniques import optimizers

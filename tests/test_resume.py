@@ -48,7 +48,7 @@ IN_BACKWARD = {
 
 def start(name="fp32", *, resume=False, **changes):
     config = lab.load_config(name, **(SMALL | changes))
-    return lab.run_experiment(config, where=CPU, progress=False, rerun=True, resume=resume)
+    return lab.run_experiment(config, device=CPU, progress=False, rerun=True, resume=resume)
 
 
 def stop_at(monkeypatch, step):

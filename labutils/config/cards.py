@@ -1,67 +1,126 @@
-"""GPUs that predictions can be made for:
-
-Their memory, and what decides which kernels run on them.
-"""
+"""Devices that a config can be resolved for: GPUs that need not be here, and the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-# assumed: what a process takes on the card before its first tensor, driver and library code
+from labutils.config.choices import PRECISIONS, Precision
+
+# Assumed: what a process takes on the card before its first tensor, for driver and library code.
 CONTEXT_GIB = 0.5
+SLOW_RATIO = 4.0  # a 16-bit product this many times slower than the FP32 one has no fast hardware
+
+
+class PrecisionUnsupported(RuntimeError):
+    """A device cannot run the precision. The message says why, and what to use instead."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a device runs a precision (`ok`), without fast hardware for it (`slow`), and why."""
+
+    ok: bool
+    slow: bool
+    reason: str
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What of a card decides which kernels run, and what they borrow."""
+    """What of a GPU decides which kernels run, and what they borrow."""
 
     capability: tuple[int, int]
     n_sms: int  # streaming multiprocessors
     threads_per_sm: int  # at most
+    bf16: bool | None = None  # hardware for it; None: as its capability says
 
     @property
     def flash(self) -> bool:
-        """Whether flash attention exists for 16 bits:
-
-        Since Ampere; else it is the memory-efficient kernel.
-        """
+        """Whether flash attention exists for 16 bits. Before Ampere another fused kernel runs."""
         return self.capability >= (8, 0)
 
     @property
-    def cublas_workspace_bytes(self) -> int:
-        """What each cuBLAS handle keeps while the process lives (CublasHandlePool.cpp,
-        parseChosenWorkspaceSize).
+    def has_bf16(self) -> bool:
+        """Whether it multiplies BF16 numbers in hardware."""
+        return self.capability >= (8, 0) if self.bf16 is None else self.bf16
 
-        One handle belongs to the thread that runs forward, one to autograd's.
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What each cuBLAS handle keeps while the process lives.
+
+        One handle belongs to the thread that runs forward, one to autograd's. Source:
+        CublasHandlePool.cpp, parseChosenWorkspaceSize.
         """
-        return 32 * 2**20 if self.capability[0] == 9 else 4096 * 1024 * 2 + 16 * 1024 * 8
+        if self.capability[0] == 9:
+            return 32 * 2**20
+        return 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a prediction needs to know of a device."""
+    """A device: its memory, and what it makes of a precision. A CPU has no `gpu`.
 
+    `slowdown` times a product: it takes a dtype's name, and returns how many times as long as a
+    float32 product one of that dtype takes. A CPU that is only predicted for has none.
+    """
+
+    name: str
     memory_gib: float
-    gpu: Gpu
+    gpu: Gpu | None = None
+    is_here: bool = False
+    slowdown: Callable[[str], float] | None = None
 
     @property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability."""
-        return self.gpu.capability
+    def device_type(self) -> str:
+        """torch's name of this kind of device: "cuda" or "cpu"."""
+        return "cuda" if self.gpu else "cpu"
 
     @property
-    def flash(self) -> bool:
-        """Whether 16-bit attention runs without (T, T) matrices in flash attention, or a kernel
-        that keeps the same.
-        """
-        return self.gpu.flash
+    def has_bf16(self) -> bool:
+        """Whether BF16 runs without emulation. Every CPU runs it, fast or slowly."""
+        return self.gpu is None or self.gpu.has_bf16
+
+    def support(self, precision: str) -> Support:
+        """Return what the device makes of a precision. Raises ValueError for an unknown one."""
+        row = PRECISIONS[precision]
+        return self._on_a_gpu(row) if self.gpu else self._on_a_cpu(row)
+
+    def require(self, precision: str) -> Support:
+        """Return `support(precision)`, or raise PrecisionUnsupported with the way out."""
+        answer = self.support(precision)
+        if not answer.ok:
+            place = "here" if self.is_here else f"on {self.name}"
+            raise PrecisionUnsupported(f"precision {precision} cannot run {place}: {answer.reason}")
+        return answer
+
+    def _on_a_gpu(self, row: Precision) -> Support:
+        if not row.without_hardware:
+            return Support(True, False, "native")
+        is_bf16 = row.products == "bfloat16"
+        if self.gpu.has_bf16 if is_bf16 else self.gpu.capability >= row.fast_since:
+            return Support(True, False, "tensor cores")
+        major, minor = self.gpu.capability
+        reason = f"compute capability {major}.{minor} {row.without_hardware}"
+        return Support(row.runs_without_hardware, row.runs_without_hardware, reason)
+
+    def _on_a_cpu(self, row: Precision) -> Support:
+        if row.not_on_cpu:
+            return Support(False, False, row.not_on_cpu)
+        if not row.is_16bit or self.slowdown is None:
+            return Support(True, False, "native")
+        ratio = self.slowdown(row.products)
+        slow = ratio >= SLOW_RATIO
+        # two digits would pretend a precision that a probe of milliseconds does not have
+        times = f"about {float(f'{ratio:.1g}'):.0f}" if slow else f"{ratio:.1f}"
+        reason = f"a {row.products} product takes {times} times as long as a float32 one here"
+        return Support(True, slow, reason)
 
 
-# Memory as torch sees it, about; streaming multiprocessors and threads from NVIDIA's datasheets and
-# CUDA guide
+CPU = Card("cpu", 0.0)
+# Memory as torch sees it, about. Multiprocessors and threads: NVIDIA's datasheets and CUDA guide.
 CARDS = {
-    "t4": Card(14.6, Gpu((7, 5), 40, 1024)),
-    "rtx4060": Card(7.6, Gpu((8, 9), 24, 1536)),
-    "a100": Card(79.2, Gpu((8, 0), 108, 2048)),
-    "h200": Card(139.8, Gpu((9, 0), 132, 2048)),
+    "t4": Card("t4", 14.6, Gpu((7, 5), 40, 1024)),
+    "rtx4060": Card("rtx4060", 7.6, Gpu((8, 9), 24, 1536)),
+    "a100": Card("a100", 79.2, Gpu((8, 0), 108, 2048)),
+    "h200": Card("h200", 139.8, Gpu((9, 0), 132, 2048)),
 }

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from labutils.config.agreement import contradictions, impossible_on
+from labutils.config.choices import (
+    ACTIVATIONS,
+    ATTENTION,
+    CHECKPOINTING,
+    COMPILE_MODES,
+    MODELS,
+    OPTIMIZER_IMPLEMENTATIONS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    SIXTEEN_BIT,
+    WEIGHTS,
+    Choice,
+    Rows,
+)
 
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 Text = Annotated[str, Field(min_length=1)]
@@ -14,100 +30,147 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrOff = Annotated[int, Field(ge=0, le=10**9)]
 
 
+def one_of(rows: Rows, *more: Choice, of: str = "") -> Any:
+    """Return a field's description that names its choices, with what stands behind each."""
+    named = []
+    for row in (*rows.values(), *more):
+        named.append(f"{row.name} ({row.help})" if row.help else row.name)
+    return Field(description=" | ".join(named) + (f": {of}" if of else ""))
+
+
 class ConfigError(ValueError):
     """A config that cannot be used. `str(error)` has one line for each mistake."""
 
 
 class Config(BaseModel):
-    """One experiment, complete: no key has a hidden default. Immutable.
+    """One experiment, complete and immutable. Make one with `load_config`, which explains mistakes.
 
-    `when_cpu` holds what is different where no CUDA GPU is used; `on(device_type)` applies it. `overrides` remembers,
-    for each value the caller set, what the file says. Make one with `load_config`, which explains
-    every mistake.
+    `when_cpu` holds what is different where no CUDA GPU is used; `on(device_type)` applies it.
+    `overrides` remembers, for each value the caller set, what the file says.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    name: Annotated[
-        str, Field(pattern=NAME_PATTERN, description="letters, digits and . + - _ =, at most 60")
-    ]
-    note: str = Field(description="free text, shown in tables")
+    # The description of a key is its comment in the YAML files; `make configs` writes it there.
+    # That of a key with choices is written from their rows.
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    note: str
     seed: Annotated[int, Field(ge=0, lt=2**31, description="fixes weights, batches and dropout")]
-    model: Literal["gpt2-nano", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
-    weights: Literal["random", "pretrained"]
-    corpus: Annotated[Text, Field(description="`stdlib`, or the path of a UTF-8 text file")]
-    seq_len: Annotated[int, Field(ge=2, le=32768, description="tokens per sequence")]
-    micro_batch_size: Annotated[Count, Field(description="sequences in one forward pass")]
-    tokens_per_step: Annotated[Count, Field(description="tokens per optimizer step")]
+    model: Annotated[Literal[*MODELS], one_of(MODELS)]
+    weights: Annotated[Literal[*WEIGHTS], one_of(WEIGHTS)]
+    corpus: Annotated[
+        Text,
+        Field(
+            description="stdlib (text that ships with Python) | path of a UTF-8 text file, "
+            "relative to this file"
+        ),
+    ]
+    seq_len: Annotated[
+        int,
+        Field(
+            ge=2,
+            le=32768,
+            description="tokens per sequence; at most 1024 with pretrained weights",
+        ),
+    ]
+    micro_batch_size: Annotated[
+        Count,
+        Field(description="sequences in one forward pass: what decides activation memory"),
+    ]
+    tokens_per_step: Annotated[
+        Count,
+        Field(
+            description="tokens per optimizer step; more than seq_len × micro_batch_size "
+            "accumulates gradients"
+        ),
+    ]
     steps: Annotated[Count, Field(description="optimizer steps")]
-    learning_rate: Annotated[float, Field(gt=0, le=10)]
-    lr_schedule: Literal["constant", "cosine"]
+    learning_rate: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=10,
+            description="the highest of the schedule; 6e-4 is a number here, unlike plain PyYAML",
+        ),
+    ]
+    lr_schedule: Annotated[Literal[*SCHEDULES], one_of(SCHEDULES)]
     lr_warmup_steps: Annotated[CountOrOff, Field(description="optimizer steps of linear warm-up")]
-    weight_decay: Annotated[float, Field(ge=0, le=1)]
-    max_grad_norm: Annotated[float, Field(ge=0, le=1e6, description="0 = no clipping")]
+    weight_decay: Annotated[
+        float, Field(ge=0, le=1, description="on matrices only, decoupled (AdamW)")
+    ]
+    max_grad_norm: Annotated[
+        float,
+        Field(ge=0, le=1e6, description="clip the global gradient norm to this; 0 = off"),
+    ]
     eval_every: Annotated[
         CountOrOff,
-        Field(description="optimizer steps between held-out losses; 0 = only at the end"),
+        Field(description="optimizer steps between held-out losses; 0 = once, at the end"),
     ]
     save_every: Annotated[
         CountOrOff,
         Field(
-            description="optimizer steps between saved states, to continue with run --resume; 0 = none"
+            description="optimizer steps between saved states, to continue with run --resume; "
+            "0 = none"
         ),
     ]
-    precision: Annotated[
-        Literal["fp32", "tf32", "fp16", "bf16", "pure_bf16", "16bit"],
-        Field(description="16bit is bf16, or fp16 on a card without BF16"),
+    precision: Annotated[Literal[*PRECISIONS, SIXTEEN_BIT.name], one_of(PRECISIONS, SIXTEEN_BIT)]
+    init_scale: Annotated[
+        float, Field(gt=0, le=2.0**60, description="first loss scale; read by fp16 only")
     ]
-    init_scale: Annotated[float, Field(gt=0, le=2.0**60, description="first loss scale; FP16 only")]
     growth_interval: Annotated[
-        Count, Field(description="clean steps before the loss scale doubles; FP16 only")
+        Count,
+        Field(
+            description="steps without overflow before the loss scale doubles; read by fp16 only"
+        ),
     ]
-    optimizer: Annotated[
-        Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd"],
-        Field(description="bf16, 8bit: of the moments"),
-    ]
+    optimizer: Annotated[Literal[*OPTIMIZERS], one_of(OPTIMIZERS)]
     optimizer_impl: Annotated[
-        Literal["fused", "foreach", "for_loop"], Field(description="of adamw and sgd")
+        Literal[*OPTIMIZER_IMPLEMENTATIONS], one_of(OPTIMIZER_IMPLEMENTATIONS)
     ]
     optimizer_in_backward: Annotated[
-        bool, Field(description="update and free each gradient as soon as it is there")
+        bool,
+        Field(
+            description="true updates and frees each gradient at once: no clipping, no accumulation"
+        ),
     ]
-    dropout: Annotated[float, Field(ge=0, lt=1)]
-    activation: Annotated[
-        Literal["gelu_new", "gelu_tanh"], Field(description="the same function, unfused or fused")
-    ]
+    dropout: Annotated[float, Field(ge=0, lt=1, description="GPT-2 was trained with 0.1")]
+    activation: Annotated[Literal[*ACTIVATIONS], one_of(ACTIVATIONS)]
     use_cache: Annotated[
-        bool, Field(description="keep keys and values, which training never reads")
+        bool, Field(description="true keeps keys and values that training never reads")
     ]
-    attention: Annotated[
-        Literal["eager", "sdpa", "math", "efficient", "flash", "auto"],
-        Field(description="kernel; auto is torch's choice, sdpa the same as transformers calls it"),
-    ]
+    attention: Annotated[Literal[*ATTENTION], one_of(ATTENTION)]
     pad_vocab: Annotated[
-        bool, Field(description="round the vocabulary up to a multiple of 64; random weights only")
+        bool,
+        Field(
+            description="true rounds the vocabulary up to a multiple of 64 (50257 to 50304); "
+            "random weights"
+        ),
     ]
     loss_chunk_tokens: Annotated[
-        CountOrOff, Field(description="tokens whose logits exist at once; 0 = all")
+        CountOrOff,
+        Field(description="0 = all logits at once; else the loss in chunks of so many tokens"),
     ]
-    compile: Annotated[
-        Literal["off", "default", "reduce-overhead", "max-autotune"],
-        Field(description="torch.compile, and its mode"),
-    ]
-    gradient_checkpointing: Literal[
-        "none", "block", "every_2", "every_3", "every_4", "selective", "offload"
-    ]
+    compile: Annotated[Literal[*COMPILE_MODES], one_of(COMPILE_MODES, of="torch.compile")]
+    gradient_checkpointing: Annotated[Literal[*CHECKPOINTING], one_of(CHECKPOINTING)]
     memory_limit_gib: Annotated[
-        float, Field(ge=0, le=1e6, description="cap of CUDA's allocator; 0 = none")
+        float,
+        Field(
+            ge=0,
+            le=1e6,
+            description="cap of CUDA's allocator, to make a large card behave like a small one; "
+            "0 = none",
+        ),
     ]
+    # A key that came later than the first configs has a default, so that older files still load.
     expandable_segments: Annotated[
         bool,
         Field(
-            description="CUDA's allocator maps memory piece by piece, with fewer holes; Linux only"
+            description="true: CUDA's allocator maps memory piece by piece, with fewer holes; "
+            "Linux only"
         ),
     ] = False
     when_cpu: dict[str, Any] = Field(
-        default={}, description="keys that differ where no CUDA GPU is used"
+        default={}, description="what is smaller where no CUDA GPU is used"
     )
     overrides: dict[str, Any] = Field(default={}, exclude=True)
 
@@ -125,7 +188,7 @@ class Config(BaseModel):
         cpu = self.when_cpu if device_type == "cpu" else {}
         kept = {key: value for key, value in cpu.items() if key not in self.overrides}
         resolved = Config.model_validate(self.model_dump() | kept | {"when_cpu": {}})
-        problems = [*_contradictions(resolved.__dict__), *_impossible_on(device_type, resolved)]
+        problems = [*contradictions(resolved.__dict__), *impossible_on(device_type, resolved)]
         if problems:
             where = "on a CPU" if device_type == "cpu" else "with a GPU"
             raise ConfigError(
@@ -154,90 +217,6 @@ class Config(BaseModel):
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
-
-
-def _contradictions(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Yield (key, message) for values that are fine alone but not together.
-
-    Keys that are missing are not judged.
-    """
-
-    def have(*keys: str) -> bool:
-        return all(key in values for key in keys)
-
-    if have("tokens_per_step", "seq_len", "micro_batch_size"):
-        tokens, per_pass = values["tokens_per_step"], values["seq_len"] * values["micro_batch_size"]
-        if tokens % per_pass:
-            nearest = " or ".join(
-                str(n)
-                for n in (tokens // per_pass * per_pass, -(-tokens // per_pass) * per_pass)
-                if n
-            )
-            text = f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; nearest: {nearest}"
-            yield "tokens_per_step", text
-    if have("lr_warmup_steps", "steps") and values["lr_warmup_steps"] > values["steps"]:
-        warmup, steps = values["lr_warmup_steps"], values["steps"]
-        yield (
-            "lr_warmup_steps",
-            f"{warmup} warm-up steps in a run of {steps} steps; set it to {steps} or less, 0 say",
-        )
-    if values.get("optimizer_in_backward"):
-        if values.get("max_grad_norm"):
-            yield (
-                "max_grad_norm",
-                "clipping needs all gradients at once; with optimizer_in_backward set it to 0",
-            )
-        if values.get("precision") in ("fp16", "16bit"):
-            yield (
-                "precision",
-                "a loss scale needs all gradients at once; with optimizer_in_backward use bf16, say",
-            )
-        if (
-            have("tokens_per_step", "seq_len", "micro_batch_size")
-            and values["tokens_per_step"] > per_pass
-        ):
-            text = f"optimizer_in_backward updates after each micro-batch; set it to {per_pass}, or micro_batch_size up"
-            yield "tokens_per_step", text
-    if (
-        have("weights", "model")
-        and values["weights"] == "pretrained"
-        and values["model"] == "gpt2-nano"
-    ):
-        yield "weights", "gpt2-nano has no pretrained weights; use weights: random, or model: gpt2"
-    if have("weights", "pad_vocab") and values["weights"] == "pretrained" and values["pad_vocab"]:
-        yield (
-            "pad_vocab",
-            "pretrained weights have GPT-2's vocabulary of 50257; set pad_vocab: false",
-        )
-    if (
-        have("weights", "seq_len")
-        and values["weights"] == "pretrained"
-        and values["seq_len"] > 1024
-    ):
-        yield (
-            "seq_len",
-            f"pretrained GPT-2 knows 1024 positions, not {values['seq_len']}; use weights: random",
-        )
-
-
-def _impossible_on(device_type: str, config: Config) -> Iterable[tuple[str, str]]:
-    """Yield (key, message) for what one kind of device never has, whatever its model."""
-    if device_type == "cpu" and config.attention == "efficient":
-        yield "attention", "a CPU has no memory-efficient attention; use auto, math or eager"
-    if device_type == "cpu" and config.attention == "flash" and config.dropout > 0:
-        yield (
-            "attention",
-            "a CPU has flash attention without dropout only; use auto, or dropout: 0.0",
-        )
-    if (
-        device_type == "cuda"
-        and config.attention == "flash"
-        and config.precision in ("fp32", "tf32")
-    ):
-        yield (
-            "attention",
-            f"flash attention exists in 16 bits only, not for precision {config.precision}; use auto",
-        )
 
 
 def json_schema() -> dict[str, Any]:

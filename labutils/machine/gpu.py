@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-from labutils.config.cards import CARDS, Card, Gpu
-
 INSTALL_CUDA_TORCH = (
     f"{Path(sys.executable).name} -m pip install --force-reinstall torch==2.13.0  "
     "(or the command that pytorch.org/get-started/locally gives for your system)"
@@ -71,10 +69,15 @@ def _free_gib() -> float:
     """Asked once: what is decided by it must not change between two runs of a process."""
     card = int(os.environ.get("LOCAL_RANK", 0))  # under torchrun each process has its own
     try:
-        free, _ = torch.cuda.mem_get_info(card)
+        free, _ = driver_memory(card)
     except RuntimeError:  # not even room for a context, or the card is another process's alone
         return 0.0
     return (free + torch.cuda.memory_reserved(card)) / 2**30
+
+
+def driver_memory(device: torch.device | int) -> tuple[int, int]:
+    """Return (bytes that no process holds, all bytes) of a GPU, as its driver says."""
+    return torch.cuda.mem_get_info(device)
 
 
 def nvidia_smi(field: str) -> tuple[str, ...]:
@@ -155,23 +158,3 @@ def choose_device() -> torch.device:
     """Return the CUDA device if torch can really use it, else the CPU."""
     facts = gpu_facts()
     return torch.device("cuda" if facts.usable and diagnose(facts) is None else "cpu")
-
-
-def card_named(device: str) -> Card:
-    """Return a card of CARDS, or for "this" the one in this machine with the memory that is free
-    now.
-
-    Raises KeyError for another name, RuntimeError for "this" without a CUDA GPU.
-    """
-    if device != "this":
-        return CARDS[device]
-    if not torch.cuda.is_available():
-        raise RuntimeError('there is no CUDA GPU here; device="cpu" predicts this machine')
-    free_bytes, _ = torch.cuda.mem_get_info()
-    facts = torch.cuda.get_device_properties()
-    gpu = Gpu(
-        (facts.major, facts.minor),
-        facts.multi_processor_count,
-        facts.max_threads_per_multi_processor,
-    )
-    return Card(free_bytes / 2**30, gpu)

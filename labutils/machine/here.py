@@ -2,28 +2,84 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import time
+from functools import lru_cache
 from importlib.metadata import version
 
 import torch
 
-from labutils.machine.gpu import nvidia_smi
+from labutils.config.cards import CARDS, CONTEXT_GIB, CPU, Card, Gpu, Support
+from labutils.machine.gpu import driver_memory, nvidia_smi
 from labutils.machine.host import cpu_capability, cpu_name, free_host_bytes
-from labutils.memory.device_memory import MALLOC
+
+THIS = "this"  # the GPU of this machine, among the names of cards
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes new tensors can have:
+    """Return how many bytes new tensors can have on a device of this machine.
 
-    On CUDA what the card has free and what torch holds unused.
+    On CUDA that is what the driver has free, and what torch holds without using it.
     """
     if device.type != "cuda":
         return free_host_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, _ = driver_memory(device)
+    return free + unused
+
+
+def card(device: torch.device) -> Card:
+    """Return a device of this machine as a card, with the memory that a run can have now.
+
+    On CUDA the context counts as free: it is there already, and a run is charged for it.
+    """
+    free_gib = free_bytes(device) / 2**30
+    if device.type != "cuda":
+        return Card("cpu", free_gib, is_here=True, slowdown=cpu_slowdown)
+    facts = torch.cuda.get_device_properties(device)
+    gpu = Gpu(
+        capability=(facts.major, facts.minor),
+        n_sms=facts.multi_processor_count,
+        threads_per_sm=facts.max_threads_per_multi_processor,
+        # without emulation: with it the answer is True on a T4, which has no such hardware
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+    )
+    return Card(THIS, free_gib + CONTEXT_GIB, gpu, is_here=True)
+
+
+def card_of(device: str | torch.device | Card) -> Card:
+    """Return the card that is meant: one of CARDS by name, "this" GPU, or "cpu".
+
+    Raises KeyError for another name, RuntimeError for "this" without a CUDA GPU.
+    """
+    if isinstance(device, Card):
+        return device
+    if isinstance(device, torch.device):
+        return card(device) if device.type == "cuda" else CPU
+    if device == CPU.name:
+        return CPU
+    if device != THIS:
+        return CARDS[device]
+    if not torch.cuda.is_available():
+        raise RuntimeError('there is no CUDA GPU here; device="cpu" predicts this machine')
+    return card(torch.device("cuda"))
+
+
+def support(precision: str, device: torch.device) -> Support:
+    """Return what a device of this machine makes of a precision.
+
+    On a CPU one small product per dtype is timed, once per process: see `matmul_rate`.
+    """
+    return card(device).support(precision)
+
+
+@lru_cache(maxsize=8)
+def cpu_slowdown(dtype_name: str) -> float:
+    """Return how many times as long as a float32 product one of another dtype takes here."""
+    cpu = torch.device("cpu")
+    rate = matmul_rate(getattr(torch, dtype_name), cpu, 256, repeats=3)
+    return matmul_rate(torch.float32, cpu, 256, repeats=10) / rate
 
 
 def device_name(device: torch.device) -> str:
@@ -49,8 +105,6 @@ def environment(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    if threshold := os.environ.get(MALLOC):  # steps are slower: see `memory.return_freed_blocks`
-        facts["malloc"] = f"returns freed blocks of {threshold} bytes"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["capability"] = f"{properties.major}.{properties.minor}"

@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from labutils.machine.gpu import driver_memory
 from labutils.memory.tensors import tensor_bytes
 
-os.environ.setdefault(
-    "KINETO_LOG_LEVEL", "99"
-)  # the profiler's start and stop messages are not for students
-MALLOC, MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", 2**18  # bytes; see `return_freed_blocks`
+# the profiler's start and stop messages are not for students
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def _libc() -> ctypes.CDLL | None:
@@ -31,62 +30,44 @@ def _libc() -> ctypes.CDLL | None:
         return None
 
 
-def return_freed_blocks(on: bool = True) -> bool:
-    """Let this process, and those it starts, give freed blocks of at least MMAP_THRESHOLD bytes
-    back at once, or not.
-
-    Return whether that was done: only glibc can. Left alone it keeps many for later: a GPT-2 step
-    whose tensors take 2.14 GiB made its process grow by 3.26 GiB, so by 2.24; its time grew by a
-    third (on two AVX-512 cores; small GPT-2's doubled). MALLOC is glibc's own name for this in the
-    environment.
-    """
-    m_mmap_threshold, threshold = (
-        -3,
-        MMAP_THRESHOLD if on else 2**25,
-    )  # of malloc.h; what glibc comes to by itself
-    done = (libc := _libc()) is not None and libc.mallopt(m_mmap_threshold, threshold) == 1
-    if done:
-        os.environ.pop(MALLOC, None)
-    if done and on:
-        os.environ[MALLOC] = str(threshold)
-    return done
-
-
 def free_memory() -> None:
-    """Let go of the last error's frames, collect garbage, return cached blocks, reset peak
-    statistics: in this order.
+    """Give back what nothing needs any more, and reset peak statistics.
 
-    The traceback of an error keeps the local variables of every function it has passed, tensors
-    among them; IPython keeps the traceback until the next error. (So `%debug` finds no variables
-    after this.) Were peak statistics reset before the garbage is collected, the new peak would
-    start with it. On a CPU glibc gives back what it can.
+    The last error's frames are cleared, garbage is collected, cached blocks are returned. (So
+    `%debug` finds no variables after this.) On a CPU glibc gives back what it can.
     """
-    errors, seen = [getattr(sys, "last_value", None)], set()
-    while errors:
-        error = errors.pop()
-        if error is None or id(error) in seen:
-            continue
-        seen.add(id(error))
-        errors += [error.__cause__, error.__context__]
-        traceback.clear_frames(error.__traceback__)
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            frame.f_locals  # noqa: B018 (before Python 3.13 a debugger's copy of the variables; reading it renews it)
+    # An error's traceback keeps the variables of every function it has passed, tensors among them;
+    # IPython keeps the traceback until the next error.
+    _clear_frames(getattr(sys, "last_value", None))
     gc.collect()
     if libc := _libc():
         libc.malloc_trim(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        # last: before the garbage is collected the new peak would start with it
         torch.cuda.reset_peak_memory_stats()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    errors, seen = [error], set()
+    while errors:
+        one = errors.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        errors += [one.__cause__, one.__context__]
+        traceback.clear_frames(one.__traceback__)
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            # before Python 3.13 a debugger's copy of the variables; reading it renews it
+            frame.f_locals  # noqa: B018
 
 
 @contextmanager
 def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
-    """Inside, CUDA's caching allocator hands out at most `gib` GiB, so that a large card behaves
-    like a small one.
+    """Inside, CUDA's caching allocator hands out at most `gib` GiB: a small card on a large one.
 
     The CUDA context and other processes are not limited. 0 is no limit; on a CPU nothing is
-    limited. On Windows see
-    `cap_to_free`.
+    limited. On Windows see `cap_to_free`.
     """
     if not gib or device.type != "cuda":
         yield
@@ -100,20 +81,18 @@ def memory_limit(gib: float, device: torch.device) -> Iterator[None]:
 
 
 def cap_to_free(device: torch.device, gib: float = math.inf) -> None:
-    """Let CUDA's allocator have at most `gib`, and on Windows (and Linux inside it) no more than
-    the card has free.
+    """Let CUDA's allocator have at most `gib` GiB, and on Windows no more than the card has free.
 
-    There the driver does not refuse what is too much: it moves memory to the host, and all becomes
-    many times slower. With the cap, too much is an error as elsewhere.
+    There, and on Linux inside it, the driver does not refuse what is too much. It moves memory to
+    the host, and all becomes many times slower. With the cap, too much is an error as elsewhere.
     """
     if device.type != "cuda":
         return
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = driver_memory(device)
     spills = sys.platform == "win32" or "microsoft" in platform.release().lower()
     most = free + torch.cuda.memory_reserved(device) if spills else total
-    index = (
-        torch.cuda.current_device() if device.index is None else device.index
-    )  # the function takes no bare "cuda"
+    # the function takes no bare "cuda"
+    index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total, gib * 2**30 / total), index)
 
 

@@ -1,69 +1,89 @@
-"""Changes to a config, and what each costs."""
+"""Changes to a config that save memory: which there are, and what each costs."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
+from labutils.config.cards import Card
+from labutils.config.choices import (
+    CHECKPOINTING,
+    EACH_BLOCK,
+    MODELS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SMALLEST_STATE,
+    WITH_BF16,
+    WITHOUT_BF16,
+    Precision,
+)
 from labutils.config.schema import Config
+from labutils.memory.device_memory import without_expandable_segments
 from labutils.prediction.arithmetic import n_parameters
-from labutils.workload.gpt2 import SIZES
 
-FREE = {  # change neither results (beyond rounding) nor cost time
+# These change neither results (beyond rounding) nor cost time: the value, and why it is free.
+FREE = {
     "expandable_segments": (True, "the same tensors, fewer holes between them; Linux only"),
     "use_cache": (False, "training never reads the cache"),
     "activation": ("gelu_tanh", "the same function, fused"),
     "optimizer_impl": ("fused", "the same update, without temporaries"),
 }
-WITHOUT_FLOPS = {  # what they cost is not in `time_cost`
+# What these cost is not in `time_cost`.
+WITHOUT_FLOPS = {
     "attention": "nothing: the same sums in another order, without (T, T) matrices",
     "optimizer": "a slower update, and moments of 8 bits: compare the losses",
     "optimizer_in_backward": "no clipping and no accumulation; the same update otherwise",
     "max_grad_norm": "no clipping",
+    "loss_chunk_tokens": "no product twice; smaller ones, and more of them",
     "tokens_per_step": "fewer tokens in a step, so noisier gradients: another experiment",
     "seq_len": "less context: another experiment",
 }
 CHUNK_TOKENS = 512
-# FLOPs that a card computes while it moves one byte, from the datasheet of the A100 80 GB: TFLOP/s
-# over 2.0 TB/s. Other cards have other ratios of the same order (T4, FP16: 65 over 0.32).
-FLOPS_PER_BYTE = {
-    "fp32": 19.5 / 2.0,
-    "tf32": 156 / 2.0,
-    "fp16": 312 / 2.0,
-    "bf16": 312 / 2.0,
-    "pure_bf16": 312 / 2.0,
-}
-# What each further micro-batch moves, bytes per parameter: its gradient is read, added to what is
+# Bytes per parameter that each further micro-batch moves: its gradient is read, added to what is
 # there and written (12), and the weights are read in the forward and in the backward pass (8).
 BYTES_PER_MICRO_BATCH = 20
+A100_TFLOPS = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
+A100_TB_PER_S = 2.0
+
+
+def flops_per_byte(precision: str) -> float:
+    """Return the FLOPs that a card computes while it moves one byte.
+
+    From the datasheet of the A100 80 GB. Other cards have other ratios of the same order (T4, FP16:
+    65 over 0.32).
+    """
+    row = PRECISIONS[precision]
+    return A100_TFLOPS["tf32" if row.tf32 else row.products] / A100_TB_PER_S
 
 
 def time_cost(config: Config, changes: dict[str, Any]) -> float:
-    """Return the predicted time that changes add to a step: what is computed twice, and what more
-    micro-batches move.
+    """Return the predicted time that changes add to a step, as a fraction of its FLOPs.
 
-    As a fraction of the step's FLOPs in the precision of the changes, so that a faster precision
-    counts neither as a gain nor as a cost; the costs of several changes add up. Smaller products'
-    inefficiency is not in it, nor what
-    `offload` moves to the host and back, nor the attention that `selective` repeats with dropout.
+    Counted is what is computed twice, and what more micro-batches move. FLOPs are taken in the
+    precision of the changes, so a faster precision is neither a gain nor a cost. The costs of
+    several changes add up. Not counted: that smaller products are less efficient, what `offload`
+    moves to the host and back, and the attention that `selective` repeats with dropout.
     """
-    n_layer, _, width, _ = SIZES[config.model]
+    model = MODELS[config.model]
     new = config.model_copy(update=changes)
-    per_token = 6 * n_parameters(config.model, 0) + 12 * n_layer * width * config.seq_len
-    moved = (
-        (new.grad_accum_steps - config.grad_accum_steps)
-        * BYTES_PER_MICRO_BATCH
-        * n_parameters(config.model)
-    )
+    products = 6 * n_parameters(config.model, 0)
+    per_token = products + 12 * model.n_layer * model.width * config.seq_len
+    more = new.grad_accum_steps - config.grad_accum_steps
+    moved = more * BYTES_PER_MICRO_BATCH * n_parameters(config.model)
+    moved_per_token = moved * flops_per_byte(new.precision) / config.tokens_per_step
     again = _flops_again(new) - _flops_again(config)
-    return (again + moved * FLOPS_PER_BYTE[new.precision] / config.tokens_per_step) / per_token
+    return (again + moved_per_token) / per_token
 
 
 def _flops_again(config: Config) -> float:
     """Return the FLOPs per token that a config computes twice."""
-    n_layer, _, width, _ = SIZES[config.model]
-    blocks = 24 * n_layer * width**2 + 4 * n_layer * width * config.seq_len
-    repeats_products = config.gradient_checkpointing not in ("none", "selective", "offload")
-    return repeats_products * blocks
+    if not CHECKPOINTING[config.gradient_checkpointing].repeats:
+        return 0.0
+    model = MODELS[config.model]
+    in_products = 24 * model.n_layer * model.width**2
+    in_attention = 4 * model.n_layer * model.width * config.seq_len
+    return in_products + in_attention
 
 
 def costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
@@ -71,24 +91,108 @@ def costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
     lines = []
     for key, value in changes.items():
         if key == "max_grad_norm" and "optimizer_in_backward" in changes:
-            continue  # said there
-        share = 100 * time_cost(
-            config, {key: value, "precision": changes.get("precision", config.precision)}
-        )
-        if key in FREE:
-            reason = f"nothing: {FREE[key][1]}"
-        elif key == "precision":
-            reason = "no time; products are rounded to 16 bits"
-            if value == "pure_bf16":
-                reason = "no time, but weights of 8 significant bits lose small updates: compare the losses"
-        elif key == "micro_batch_size":
-            steps = config.model_copy(update=changes).grad_accum_steps
-            reason = f"about {share:.0f} % of the step: {steps} micro-batches, not {config.grad_accum_steps}"
-        elif key == "loss_chunk_tokens":
-            reason = "no product twice; smaller ones, and more of them"
-        elif key in WITHOUT_FLOPS:
-            reason = WITHOUT_FLOPS[key]
-        else:
-            reason = f"about {share:.0f} % of the step: each block's forward pass twice"
-        lines.append(f"{key} {value}: costs {reason}")
+            continue  # its line says so
+        lines.append(f"{key} {value}: costs {_cost(config, changes, key)}")
     return tuple(lines)
+
+
+def _cost(config: Config, changes: dict[str, Any], key: str) -> str:
+    if key in FREE:
+        return f"nothing: {FREE[key][1]}"
+    if key in WITHOUT_FLOPS:
+        return WITHOUT_FLOPS[key]
+    if key == "precision":
+        if PRECISIONS[changes[key]].weights != "float32":
+            return (
+                "no time, but weights of 8 significant bits lose small updates: compare the losses"
+            )
+        return "no time; products are rounded to 16 bits"
+    precision = changes.get("precision", config.precision)
+    alone = {key: changes[key], "precision": precision}
+    share = f"about {100 * time_cost(config, alone):.0f} % of the step"
+    if key == "micro_batch_size":
+        steps = config.model_copy(update=changes).grad_accum_steps
+        return f"{share}: {steps} micro-batches, not {config.grad_accum_steps}"
+    return f"{share}: each block's forward pass twice"
+
+
+def free_changes(config: Config, card: Card) -> dict[str, Any]:
+    """Return those of FREE that would change a config, and that exist on the card."""
+    found = {}
+    for key, (value, _) in FREE.items():
+        if getattr(config, key) != value:
+            found[key] = value
+    if card.gpu is None or (card.is_here and without_expandable_segments()):
+        found.pop("expandable_segments", None)
+    return found
+
+
+def faster_precision(config: Config, card: Card) -> Precision | None:
+    """Return the 16-bit precision with float32 weights that a 32-bit config could take."""
+    if PRECISIONS[config.precision].is_16bit:
+        return None
+    return WITH_BF16 if card.has_bf16 else WITHOUT_BF16
+
+
+def combinations(config: Config, card: Card) -> Iterator[dict[str, Any]]:
+    """Yield every combination of changes to a resolved config. The free ones are all in each."""
+    free = free_changes(config, card)
+    choices = _choices(config, card)
+    sequences = config.micro_batch_size * config.grad_accum_steps
+    for values in itertools.product(*choices.values()):
+        changes = dict(zip(choices, values, strict=True))
+        is_new = {key: value for key, value in changes.items() if getattr(config, key) != value}
+        if "optimizer_in_backward" in is_new and not _may_step_in_backward(
+            config, changes, sequences
+        ):
+            continue
+        yield free | is_new
+
+
+def _choices(config: Config, card: Card) -> dict[str, list[Any]]:
+    """Return {key: values worth a try}; the config's own value comes first."""
+    sequences = config.micro_batch_size * config.grad_accum_steps
+    sizes = [n for n in range(config.micro_batch_size, 0, -1) if sequences % n == 0]
+    if config.optimizer_in_backward:
+        sizes = sizes[:1]  # it cannot accumulate
+    chunks = [config.loss_chunk_tokens]
+    has_larger_chunks = not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS
+    if has_larger_chunks and config.micro_batch_size * config.seq_len > CHUNK_TOKENS:
+        chunks.append(CHUNK_TOKENS)
+    optimizers = [config.optimizer]
+    if OPTIMIZERS[config.optimizer].is_adamw:
+        optimizers.append(SMALLEST_STATE.name)
+    return {
+        "gradient_checkpointing": _distinct(config.gradient_checkpointing, EACH_BLOCK.name),
+        "loss_chunk_tokens": chunks,
+        "precision": _precisions(config, card),
+        "micro_batch_size": sizes,
+        "optimizer": _distinct(*optimizers),
+        "optimizer_in_backward": _distinct(config.optimizer_in_backward, True),
+    }
+
+
+def _precisions(config: Config, card: Card) -> list[str]:
+    found = [config.precision]
+    if card.gpu is None:
+        return found  # few CPUs multiply 16-bit numbers fast
+    faster = faster_precision(config, card)
+    if faster and not (faster.loss_scale and config.optimizer_in_backward):
+        found.append(faster.name)
+    if card.has_bf16:
+        found += [row.name for row in PRECISIONS.values() if row.weights == "bfloat16"]
+    return _distinct(*found)
+
+
+def _may_step_in_backward(config: Config, changes: dict[str, Any], sequences: int) -> bool:
+    """Whether nothing needs all gradients at once. Tried last of all, with the smallest state."""
+    return (
+        changes["optimizer"] == SMALLEST_STATE.name
+        and not PRECISIONS[changes["precision"]].loss_scale
+        and not config.max_grad_norm
+        and changes["micro_batch_size"] == sequences
+    )
+
+
+def _distinct(*values: Any) -> list[Any]:
+    return list(dict.fromkeys(values))

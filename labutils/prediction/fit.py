@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from labutils.config.schema import Config
-from labutils.machine.gpu import card_named
-from labutils.memory.device_memory import without_expandable_segments
-from labutils.memory.ledger import MemoryLedger
-from labutils.prediction.arithmetic import closed_form
-from labutils.prediction.changes import CHUNK_TOKENS, FREE, costs, time_cost
-from labutils.prediction.memory import PlainPrediction, Prediction, Sweep, needed_gib
-from labutils.prediction.resolve import resolve
+import torch
 
-ROUGHLY = 1.1  # the closed form overstates a peak by less where attention is fused; a test compares
+from labutils.config.cards import Card
+from labutils.config.choices import PRECISIONS
+from labutils.config.resolve import resolve
+from labutils.config.schema import Config
+from labutils.machine import here
+from labutils.memory.ledger import MemoryLedger
+from labutils.prediction.changes import FREE, combinations, costs, time_cost
+from labutils.prediction.memory import BatchSizes, CpuPrediction, Prediction
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Changes to a config, what each costs and why, the time they add (see `time_cost`), and what
-    is predicted.
+class Plan:
+    """Changes to a config, what each costs and why, and what is predicted with them.
+
+    `time_cost` is the time that they add to a step: see `changes.time_cost`.
     """
 
     changes: dict[str, Any]
     costs: tuple[str, ...]
     time_cost: float
-    prediction: Prediction | PlainPrediction
+    prediction: Prediction | CpuPrediction
 
     @property
     def ledger(self) -> MemoryLedger:
@@ -37,7 +37,7 @@ class Fit:
 
     @property
     def needed_gib(self) -> float:
-        """The memory of the smallest device on which it runs, in GiB."""
+        """The memory in GiB of the smallest device on which it runs."""
         return self.prediction.needed_gib
 
     def fits(self, budget_gib: float) -> bool:
@@ -45,173 +45,137 @@ class Fit:
         return self.prediction.fits(budget_gib)
 
 
-def fit(config: Config, budget_gib: float, device: str = "a100") -> Fit:
-    """Return the changes that cost least time with which a config's step fits `budget_gib` of card
-    memory.
+def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "a100") -> Plan:
+    """Return the changes that cost least time with which a step fits `budget_gib` of memory.
 
-    Searched: micro-batch size (the tokens per step stay: it accumulates), checkpointing, the loss
-    in chunks, 16-bit precision if the device has it, and what is free. Of equal costs the fewest
-    changes win. What changes the learning comes last: pure BF16, then 8-bit moments without it and
-    with it, then, where nothing is clipped or accumulated, the optimizer step in backward too. If
-    nothing fits, the smallest of all is returned; `Fit.fits` tells. Raises ConfigError or
-    PrecisionUnsupported if the config cannot run on the device at all.
+    Tried are the micro-batch size (the tokens per step stay: it accumulates), checkpointing, the
+    loss in chunks, 16-bit precision, and what is free. Of equal costs the fewest changes win.
+    What changes the learning comes last: weights in BF16, then 8-bit moments, then the optimizer
+    step in backward where nothing is clipped or accumulated. If nothing fits, the plan that needs
+    least is returned; `Plan.fits` tells.
+    Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
-    resolved = resolve(config, device)
-    tried = _Trials(resolved, device)
-
-    def without_the_superfluous(found: Fit, limit_gib: float) -> Fit:
-        for key in list(found.changes):
-            fewer = tried({k: v for k, v in found.changes.items() if k != key})
-            if fewer.fits(limit_gib) and fewer.time_cost <= found.time_cost:
-                found = fewer
-        return found
-
-    found = tried({})
-    if found.fits(budget_gib):
-        return found
-    candidates = _candidates(resolved, device)
-    by_recipe: dict[tuple, Fit] = {}
-
-    def smallest(recipe: tuple) -> Fit:
-        """Everything that saves memory, with the batch whole or in single sequences:
-
-        Splitting may add gradients.
-        """
-        if recipe not in by_recipe:
-            same = [c for c in candidates if _recipe(resolved, c) == recipe]
-            everything = max(
-                same, key=lambda changes: (len(changes), -changes.get("micro_batch_size", 0))
-            )
-            whole = {key: value for key, value in everything.items() if key != "micro_batch_size"}
-            by_recipe[recipe] = min(
-                tried(everything), tried(whole), key=lambda one: one.prediction.bytes_taken
-            )
-        return by_recipe[recipe]
-
+    run = resolve(config, here.card_of(device))
+    plans = Plans(run.config, run.card)
+    as_it_is = plans.of({})
+    if as_it_is.fits(budget_gib):
+        return as_it_is
+    candidates = plans.candidates()
     for changes in candidates:
-        if tried.hopeless(changes, budget_gib):
-            continue  # not worth a trace
-        if smallest(_recipe(resolved, changes)).fits(budget_gib):
-            found = tried(changes)
+        if plans.smallest_like(changes).fits(budget_gib):
+            found = plans.of(changes)
             if found.fits(budget_gib):
-                return without_the_superfluous(found, budget_gib)
-    furthest = max(
-        _for_the_last(changes)[1:] for changes in candidates
-    )  # other recipes keep more bytes per parameter
-    recipes = {
-        _recipe(resolved, changes)
-        for changes in candidates
-        if _for_the_last(changes)[1:] == furthest
-    }
-    found = min(map(smallest, recipes), key=lambda one: one.prediction.bytes_taken)
-    return without_the_superfluous(found, max(budget_gib, found.needed_gib))
+                return plans.without_superfluous(found, budget_gib)
+    found = plans.smallest_of_all()
+    return plans.without_superfluous(found, max(budget_gib, found.needed_gib))
 
 
-def enough_alone(config: Config, budget_gib: float, device: str = "a100") -> list[Fit]:
-    """Return the changes, one beside the free ones, each of which makes a config's step fit;
-    cheapest first.
+def enough_alone(
+    config: Config, budget_gib: float, device: str | torch.device | Card = "a100"
+) -> list[Plan]:
+    """Return the plans of one change, beside free ones, that make a step fit; cheapest first.
 
     Empty if the config fits as it is, or if one change is not enough: see `fit`.
     """
-    resolved = resolve(config, device)
-    tried, found = _Trials(resolved, device), {}
-    if tried({}).fits(budget_gib):
+    run = resolve(config, here.card_of(device))
+    plans = Plans(run.config, run.card)
+    if plans.of({}).fits(budget_gib):
         return []
-    for changes in _candidates(resolved, device):
+    found: dict[tuple[str, ...], Plan] = {}
+    for changes in plans.candidates():
         alone = tuple(key for key in changes if key not in FREE)
-        if len(alone) < 2 and alone not in found and not tried.hopeless(changes, budget_gib):
-            one = tried(changes)
-            if one.fits(budget_gib):
-                found[alone] = one
+        if len(alone) < 2 and alone not in found:
+            plan = plans.of(changes)
+            if plan.fits(budget_gib):
+                found[alone] = plan
     return list(found.values())
 
 
-class _Trials:
-    """Ledgers of a config with changes; traces are kept."""
+class Plans:
+    """Plans for one resolved config on one card. Traces and candidates are kept."""
 
-    def __init__(self, config: Config, device: str) -> None:
-        self.config, self.device = config, device
-        self.sweeps: dict[tuple, Sweep] = {}
+    def __init__(self, config: Config, card: Card) -> None:
+        self.config, self.card = config, card
+        self.by_other_changes: dict[tuple, BatchSizes] = {}
+        self.smallest: dict[tuple, Plan] = {}
+        self._candidates: list[dict[str, Any]] = []
 
-    def __call__(self, changes: dict[str, Any]) -> Fit:
-        others = {key: value for key, value in changes.items() if key != "micro_batch_size"}
-        config = self.config.model_copy(update=others)
-        sweep = self.sweeps.setdefault(tuple(others.items()), Sweep(config, self.device))
-        found = sweep.at(changes.get("micro_batch_size", config.micro_batch_size))
-        return Fit(changes, costs(self.config, changes), time_cost(self.config, changes), found)
+    def of(self, changes: dict[str, Any]) -> Plan:
+        """Return what is predicted with some changes."""
+        others = dict(changes)
+        size = others.pop("micro_batch_size", self.config.micro_batch_size)
+        key = tuple(others.items())
+        if key not in self.by_other_changes:
+            changed = self.config.model_copy(update=others)
+            self.by_other_changes[key] = BatchSizes(changed, self.card)
+        prediction = self.by_other_changes[key].at(size)
+        cost = time_cost(self.config, changes)
+        return Plan(changes, costs(self.config, changes), cost, prediction)
 
-    def hopeless(self, changes: dict[str, Any], budget_gib: float) -> bool:
-        """Whether the closed form, which is of fused attention, is far above the budget."""
-        rough = needed_gib(closed_form(self.config.model_copy(update=changes)), self.device)
-        return self.config.attention not in ("eager", "math") and rough > ROUGHLY * budget_gib
+    def candidates(self) -> list[dict[str, Any]]:
+        """Return every combination of changes, best first."""
+        if not self._candidates:
+            rank = partial(_rank, self.config)
+            self._candidates = sorted(combinations(self.config, self.card), key=rank)
+        return self._candidates
 
+    def smallest_like(self, changes: dict[str, Any]) -> Plan:
+        """Return the plan that needs least of those with the same recipe as some changes.
 
-def _candidates(config: Config, device: str) -> list[dict[str, Any]]:
-    """Return every combination of changes, best first; the free ones are all in each."""
-    return sorted(_combinations(config, device), key=lambda changes: _rank(config, changes))
+        It has everything that saves memory, with the batch whole or in single sequences: splitting
+        it may add gradients. If it does not fit, no plan of the recipe does.
+        """
+        recipe = self._recipe(changes)
+        if recipe not in self.smallest:
+            same = [one for one in self.candidates() if self._recipe(one) == recipe]
+            everything = max(same, key=_most_changes_smallest_batch)
+            whole = dict(everything)
+            whole.pop("micro_batch_size", None)
+            both = self.of(everything), self.of(whole)
+            self.smallest[recipe] = min(both, key=_bytes_taken)
+        return self.smallest[recipe]
 
+    def smallest_of_all(self) -> Plan:
+        """Return the plan that needs least. Other recipes keep more bytes per parameter."""
+        furthest = max(_for_the_last(one)[1:] for one in self.candidates())
+        plans = []
+        for changes in self.candidates():
+            if _for_the_last(changes)[1:] == furthest:
+                plans.append(self.smallest_like(changes))
+        return min(plans, key=_bytes_taken)
 
-def _combinations(config: Config, device: str) -> Iterator[dict[str, Any]]:
-    has_bf16 = device != "cpu" and card_named(device).flash
-    free = {key: value for key, (value, _) in FREE.items() if getattr(config, key) != value}
-    if device == "cpu" or (device == "this" and without_expandable_segments()):
-        free.pop("expandable_segments", None)
-    sequences = config.micro_batch_size * config.grad_accum_steps
-    sizes = [n for n in range(config.micro_batch_size, 0, -1) if sequences % n == 0]
-    sizes = (
-        sizes[:1] if config.optimizer_in_backward else sizes
-    )  # it cannot accumulate, nor have a loss scale
-    precisions = [config.precision]
-    if (
-        config.precision in ("fp32", "tf32") and device != "cpu"
-    ):  # few CPUs multiply 16-bit numbers fast
-        precisions += ["bf16"] if has_bf16 else [] if config.optimizer_in_backward else ["fp16"]
-    if has_bf16 and config.precision != "pure_bf16":
-        precisions.append("pure_bf16")
-    choices = {
-        "gradient_checkpointing": dict.fromkeys((config.gradient_checkpointing, "block")),
-        "loss_chunk_tokens": [config.loss_chunk_tokens],
-        "precision": precisions,
-        "micro_batch_size": sizes,
-        "optimizer": dict.fromkeys((config.optimizer, "adamw_8bit")),
-        "optimizer_in_backward": dict.fromkeys((config.optimizer_in_backward, True)),
-    }
-    larger_chunks = not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS
-    if larger_chunks and config.micro_batch_size * config.seq_len > CHUNK_TOKENS:
-        choices["loss_chunk_tokens"].append(CHUNK_TOKENS)
-    for values in itertools.product(*choices.values()):
-        changes = dict(zip(choices, values, strict=True))
-        if changes["optimizer"] != config.optimizer and not config.optimizer.startswith("adamw"):
-            continue
-        if changes["optimizer_in_backward"] != config.optimizer_in_backward and (
-            changes["optimizer"] != "adamw_8bit"
-            or changes["precision"] == "fp16"
-            or config.max_grad_norm
-            or changes["micro_batch_size"] < sequences
-        ):
-            continue
-        yield free | {key: value for key, value in changes.items() if getattr(config, key) != value}
+    def without_superfluous(self, plan: Plan, limit_gib: float) -> Plan:
+        """Return a plan without those changes that it fits as well, and as fast, without."""
+        for key in list(plan.changes):
+            fewer = dict(plan.changes)
+            del fewer[key]
+            simpler = self.of(fewer)
+            if simpler.fits(limit_gib) and simpler.time_cost <= plan.time_cost:
+                plan = simpler
+        return plan
+
+    def _recipe(self, changes: dict[str, Any]) -> tuple:
+        """Return what decides the bytes per parameter that stand whatever the batch."""
+        changed = self.config.model_copy(update=changes)
+        return changed.precision, changed.optimizer, changed.optimizer_in_backward
 
 
 def _rank(config: Config, changes: dict[str, Any]) -> tuple:
-    return (
-        _for_the_last(changes),
-        round(time_cost(config, changes), 2),
-        len(changes),
-        -changes.get("micro_batch_size", 0),
-    )
+    cost = round(time_cost(config, changes), 2)
+    size = changes.get("micro_batch_size", 0)
+    return _for_the_last(changes), cost, len(changes), -size
 
 
 def _for_the_last(changes: dict[str, Any]) -> tuple[bool, bool, bool]:
-    return (
-        "optimizer_in_backward" in changes,
-        "optimizer" in changes,
-        changes.get("precision") == "pure_bf16",
-    )
+    """Return which changes of the learning are among some: they are tried in this order."""
+    precision = changes.get("precision")
+    has_short_weights = precision is not None and PRECISIONS[precision].weights != "float32"
+    return "optimizer_in_backward" in changes, "optimizer" in changes, has_short_weights
 
 
-def _recipe(config: Config, changes: dict[str, Any]) -> tuple:
-    return tuple(
-        changes.get(k, getattr(config, k))
-        for k in ("precision", "optimizer", "optimizer_in_backward")
-    )
+def _most_changes_smallest_batch(changes: dict[str, Any]) -> tuple[int, int]:
+    return len(changes), -changes.get("micro_batch_size", 0)
+
+
+def _bytes_taken(plan: Plan) -> int:
+    return plan.prediction.bytes_taken

@@ -2,82 +2,85 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from labutils.config.cards import CONTEXT_GIB
+from labutils.config.choices import MODELS
 from labutils.config.schema import Config
 from labutils.machine import here
-from labutils.memory.device_memory import MALLOC, MMAP_THRESHOLD, free_memory, return_freed_blocks
+from labutils.memory.device_memory import free_memory
 from labutils.memory.errors import GIB, readable_size
-from labutils.prediction.arithmetic import closed_form, on_a_cpu
-from labutils.prediction.fit import enough_alone, fit
+from labutils.prediction.advise import named
+from labutils.prediction.arithmetic import n_parameters
+from labutils.prediction.fit import Plan, enough_alone, fit
 from labutils.prediction.memory import needed_gib, predict_memory
 
 WAYS = 3
-# times a CPU run's bytes: where so much is free, what the system's allocator keeps does not matter
-ROOMY = 2
+CPU = torch.device("cpu")
 
 
-def spare_host_memory(config: Config, where: torch.device) -> bool:
-    """On a CPU, let freed blocks lie idle only if a resolved config takes little of what is free;
-    return if it is much.
+def require_host_memory(config: Config) -> None:
+    """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room.
 
-    By the closed form. See `memory.return_freed_blocks`.
+    Linux would kill the whole process. (CUDA's allocator says no in time.) Where the plainest step
+    has room, the ledger, which takes seconds, is not asked.
     """
-    if where.type != "cpu":
-        return False
-    near = ROOMY * closed_form(on_a_cpu(config)).peak_bytes > here.free_bytes(where)
-    if near != (os.environ.get(MALLOC) == str(MMAP_THRESHOLD)):
-        return_freed_blocks(near)
-    return near
-
-
-def require_host_memory(config: Config, where: torch.device) -> None:
-    """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room: Linux would kill
-    the whole process.
-
-    By the ledger, which takes seconds. For a CPU only: CUDA's allocator says no in time.
-    """
-    needed = needed_gib(predict_memory(config, "cpu"), "cpu") * GIB
+    if plainest_step_bytes(config) < here.free_bytes(CPU):
+        return
+    needed = needed_gib(predict_memory(config, CPU), CPU) * GIB
     free_memory()
-    if needed > (free := here.free_bytes(where)):
-        raise torch.OutOfMemoryError(
-            f"Tried to allocate {readable_size(needed)} (predicted, not tried), of which {readable_size(free)} is free"
-        )
+    free = here.free_bytes(CPU)
+    if needed > free:
+        asked = f"Tried to allocate {readable_size(needed)} (predicted, not tried)"
+        raise torch.OutOfMemoryError(f"{asked}, of which {readable_size(free)} is free")
 
 
-def ways_out(config: Config, where: torch.device) -> str:
-    """Return the WAYS cheapest changes with each of which, as predicted, a config runs in the
-    memory that is free now.
+def plainest_step_bytes(config: Config) -> int:
+    """Return more bytes than a step of a config takes: in FP32, nothing fused or computed again.
 
-    Where no single one is enough, the cheapest combination. What the allocator cannot use counts:
-    fragmentation.
+    A bound that no technique has to be taught to. Per token and layer autograd keeps less than 120
+    bytes per unit of width, and 9 for each attention weight. Logits are there in less than 6 float32
+    copies, parameters with gradients, AdamW's state and temporaries in 8.
     """
-    on_card = where.type == "cuda"
-    limit = config.memory_limit_gib if on_card else 0
-    free = min(
-        here.free_bytes(where) / GIB, limit or float("inf")
-    )  # of a card: its context is there already
-    budget, card = (free + CONTEXT_GIB, "this") if on_card else (free, "cpu")
-    try:
-        found = enough_alone(config, budget, card)[:WAYS] or [fit(config, budget, card)]
-    except Exception as error:  # a hint must not cost what it is a hint for
-        return f"Ways out: a smaller micro_batch_size or seq_len (the ledger cannot tell: {type(error).__name__})"
-    free_now = readable_size(free * GIB)
-    needed = readable_size((found[0].needed_gib - (CONTEXT_GIB if on_card else 0)) * GIB)
-    if not found[0].changes and found[0].fits(budget):
-        return (
-            f"Alone {config.name} needs {needed} (predicted), and {free_now} are free now. So this was more "
-            "than that run, or other tensors were alive beside it. Delete what you no longer need (in a notebook: "
-            "restart the kernel), or make what ran smaller"
-        )
-    if not found[0].changes:
-        return f"None of the changes that the ledger tries makes it fit {free_now}: take a smaller model"
-    options = "; or ".join(
-        ", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in found
+    model = MODELS[config.model]
+    tokens = config.micro_batch_size * config.seq_len
+    per_layer = 120 * model.width + 9 * model.n_head * config.seq_len
+    logits = 6 * 4 * (model.vocabulary + 64)
+    return 8 * 4 * n_parameters(config.model, config.seq_len, config.pad_vocab) + tokens * (
+        model.n_layer * per_layer + logits
     )
-    if not found[0].fits(budget):
-        return f"Nothing makes it fit the {free_now} that are free; least, {needed}, is needed with {options}"
-    return f"{free_now} are free now. Cheapest ways out (predicted): {options}"
+
+
+def ways_out(config: Config, device: torch.device) -> str:
+    """Return the WAYS cheapest changes of which each makes a config run in what is free now.
+
+    All is predicted. Where no single change is enough, the cheapest combination is named.
+    """
+    card = here.card(device)
+    context_gib = CONTEXT_GIB if card.gpu else 0
+    limit_gib = config.memory_limit_gib if card.gpu else 0
+    budget = min(card.memory_gib, limit_gib + context_gib) if limit_gib else card.memory_gib
+    try:
+        plans = enough_alone(config, budget, card)[:WAYS] or [fit(config, budget, card)]
+    except Exception as error:  # a hint must not cost what it is a hint for
+        reason = f"the ledger cannot tell: {type(error).__name__}"
+        return f"Ways out: a smaller micro_batch_size or seq_len ({reason})"
+    free = readable_size((budget - context_gib) * GIB)
+    needed = readable_size((plans[0].needed_gib - context_gib) * GIB)
+    return _in_words(config.name, plans, budget, free, needed)
+
+
+def _in_words(name: str, plans: list[Plan], budget_gib: float, free: str, needed: str) -> str:
+    best = plans[0]
+    options = "; or ".join(named(plan.changes) for plan in plans)
+    if best.changes and best.fits(budget_gib):
+        return f"{free} are free now. Cheapest ways out (predicted): {options}"
+    if best.changes:
+        return f"No change fits {free} free; the smallest needs {needed}: {options}"
+    if best.fits(budget_gib):
+        return (
+            f"Alone {name} needs {needed} (predicted), and {free} are free now. So this was more "
+            "than that run, or other tensors were alive beside it. Delete what you no longer need "
+            "(in a notebook: restart the kernel), or make what ran smaller"
+        )
+    return f"None of the changes that the ledger tries makes it fit {free}: take a smaller model"

@@ -1,4 +1,4 @@
-"""Which GPT-2, and how many sequences of it, this machine can train."""
+"""How many sequences of a batch, and which GPT-2, a device can train."""
 
 from __future__ import annotations
 
@@ -7,107 +7,106 @@ from typing import Any
 
 import torch
 
-from labutils.config.cards import CONTEXT_GIB
+from labutils.config.cards import Card
+from labutils.config.choices import MODELS
 from labutils.config.reader import load_config
+from labutils.config.resolve import Run, resolve
 from labutils.config.schema import Config
 from labutils.machine import here
-from labutils.machine.gpu import card_named, choose_device
-from labutils.prediction.arithmetic import closed_form, on_a_cpu
-from labutils.prediction.fit import ROUGHLY
-from labutils.prediction.memory import Sweep, needed_gib
-from labutils.prediction.resolve import resolve
-from labutils.workload.gpt2 import SIZES
+from labutils.machine.gpu import choose_device
+from labutils.prediction.memory import BatchSizes
 
 
 def largest_micro_batch(
-    config: Config, budget_gib: float, device: str = "a100", limit: int = 4096
+    config: Config,
+    budget_gib: float,
+    device: str | torch.device | Card = "a100",
+    limit: int = 4096,
 ) -> int:
-    """Return how many sequences (at most `limit`) fit in a step of one micro-batch; 0 if not even
-    one does.
+    """Return how many sequences (at most `limit`) fit in a step of one micro-batch.
+
+    0 if not even one does.
     """
-    resolved = resolve(config, device)
-    alone = {"micro_batch_size": 1, "tokens_per_step": resolved.seq_len}
-    sweep = _sweep(resolved.model_copy(update=alone).model_dump_json(), device)
-
-    def fits(size: int) -> bool:
-        return sweep.at(size).fits(budget_gib)
-
+    run = resolve(config, here.card_of(device))
+    alone = {"micro_batch_size": 1, "tokens_per_step": run.config.seq_len}
+    step = run.config.model_copy(update=alone)
+    sizes = _batch_sizes(step.model_dump_json(), run.card.name, run.card.gpu)
     low, high = 0, 1
-    while high <= limit and fits(high):
+    while high <= limit and sizes.at(high).fits(budget_gib):
         low, high = high, 2 * high
     high = min(high, limit + 1)
-    while high - low > 1:
+    while high - low > 1:  # `low` fits, `high` does not
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if sizes.at(middle).fits(budget_gib):
+            low = middle
+        else:
+            high = middle
     return low
 
 
-def shape_that_fits(config: Config, limit: int = 8) -> dict[str, int]:
-    """Return the overrides with which a step of one micro-batch fits the free memory of the GPU
-    here; on a CPU none.
+@lru_cache(maxsize=4)
+def _batch_sizes(config_json: str, card_name: str, gpu: Any) -> BatchSizes:
+    """Return the predictions for a resolved config. The next budget finds their traces."""
+    card = Card(card_name, 0.0, gpu, is_here=card_name == here.THIS)
+    return BatchSizes(Config.model_validate_json(config_json), card)
 
-    `micro_batch_size` is at most `limit`, and at least 1 even if the ledger says that not one sequence fits.
+
+def shape_that_fits(config: Config, limit: int = 8) -> dict[str, int]:
+    """Return the overrides with which one micro-batch fits the GPU here; none on a CPU.
+
+    `micro_batch_size` is at most `limit`, and at least 1 even if not one sequence fits.
     """
     if not torch.cuda.is_available():
         return {}
-    fits = max(1, largest_micro_batch(config, card_named("this").memory_gib, "this", limit))
-    return {"micro_batch_size": fits, "tokens_per_step": fits * config.seq_len}
-
-
-def fitting(*names: str, **overrides: Any) -> list[Config]:
-    """Return the configs of some names or files, with overrides; where memory is short, in smaller
-    micro-batches.
-
-    All get the size with which, by the ledger, the first one's step fits the memory that is free
-    here, at least 1:
-    `tokens_per_step` stays, so they accumulate, and remain comparable with each other and with other machines.
-    """
-    configs = [load_config(name, **overrides) for name in names]
-    where = choose_device()
-    device = "cpu" if where.type == "cpu" else "this"
-    first = resolve(configs[0], device)
-    budget = here.free_bytes(where) / 2**30 + (0 if device == "cpu" else CONTEXT_GIB)
-    if (
-        ROUGHLY * needed_gib(closed_form(on_a_cpu(first) if device == "cpu" else first), device)
-        < budget
-    ):
-        return configs
-    sweep, sequences = Sweep(first, device), first.tokens_per_step // first.seq_len
-    sizes = [n for n in range(first.micro_batch_size, 0, -1) if sequences % n == 0]
-    size = next((n for n in sizes if sweep.at(n).fits(budget)), 1)
-    if size == first.micro_batch_size:
-        return configs
-    smaller = overrides | {
-        "note": f"in micro-batches of {size}, for want of memory",
-        "micro_batch_size": size,
-    }
-    return [
-        load_config(n, **(smaller | {"name": c.name})) for n, c in zip(names, configs, strict=True)
-    ]
-
-
-@lru_cache(maxsize=4)
-def _sweep(config_json: str, device: str) -> Sweep:
-    """Return a sweep of a resolved config; the next budget finds its traces."""
-    return Sweep(Config.model_validate_json(config_json), device)
+    card = here.card_of(here.THIS)
+    size = max(1, largest_micro_batch(config, card.memory_gib, card, limit))
+    return {"micro_batch_size": size, "tokens_per_step": size * config.seq_len}
 
 
 def size_that_fits(config: Config, limit: int = 8) -> dict[str, Any]:
-    """Return the overrides with which a step of one micro-batch fits the free memory of the GPU
-    here; on a CPU none.
+    """Return the overrides of `shape_that_fits`, with a smaller model where not one sequence fits.
 
-    `micro_batch_size` is at most `limit`. `model` is there only if not even one sequence of the config's own model
-    fits: then it is the largest smaller one of which one does, or `gpt2-nano`.
+    `model` is then the largest smaller one of which one sequence fits, or the smallest of all.
     """
     if not torch.cuda.is_available():
         return {}
-    free_gib = card_named("this").memory_gib
-    names = list(SIZES)  # from the smallest to the largest
-    for model in reversed(names[: names.index(config.model) + 1]):
+    card = here.card_of(here.THIS)
+    names = list(MODELS)  # from the smallest to the largest
+    not_larger = names[: names.index(config.model) + 1]
+    for model in reversed(not_larger):
         smaller = config.model_copy(update={"model": model})
-        fits = largest_micro_batch(smaller, free_gib, "this", limit)
-        if fits:
+        if largest_micro_batch(smaller, card.memory_gib, card, limit=1):
             break
-    fits = max(1, fits)
-    shape = {"micro_batch_size": fits, "tokens_per_step": fits * config.seq_len}
-    return shape if model == config.model else {"model": model} | shape
+    changed = {} if model == config.model else {"model": model}
+    return changed | shape_that_fits(config.model_copy(update={"model": model}), limit)
+
+
+def fitting(*names: str, **overrides: Any) -> list[Config]:
+    """Return the configs of some names or files; where memory is short, in smaller micro-batches.
+
+    All get the size with which the first one's step fits the memory that is free here, by the
+    ledger, and at least 1. `tokens_per_step` stays, so they accumulate. They remain comparable with
+    each other and with other machines.
+    """
+    configs = [load_config(name, **overrides) for name in names]
+    card = here.card(choose_device())
+    run = resolve(configs[0], card)
+    size = _size_for_equal_steps(run)
+    if size == run.config.micro_batch_size:
+        return configs
+    note = f"micro-batch reduced to {size} to fit memory"
+    smaller = overrides | {"note": note, "micro_batch_size": size}
+    reduced = []
+    for name, config in zip(names, configs, strict=True):
+        reduced.append(load_config(name, **smaller | {"name": config.name}))
+    return reduced
+
+
+def _size_for_equal_steps(run: Run) -> int:
+    """Return the largest micro-batch, at most the config's, that divides a step and fits."""
+    sizes = BatchSizes(run.config, run.card)
+    sequences = run.config.tokens_per_step // run.config.seq_len
+    for size in range(run.config.micro_batch_size, 1, -1):
+        if sequences % size == 0 and sizes.at(size).fits(run.card.memory_gib):
+            return size
+    return 1

@@ -9,11 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-SDPA_KERNELS = {
-    "math": SDPBackend.MATH,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-}
+from labutils.config.choices import ATTENTION
 
 
 def use_attention(model: nn.Module, kind: str) -> None:
@@ -29,8 +25,10 @@ def use_attention(model: nn.Module, kind: str) -> None:
     """
     from transformers import AttentionInterface
 
+    row = ATTENTION[kind]
+
     def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
-        with nullcontext() if kind == "auto" else sdpa_kernel(SDPA_KERNELS[kind]):
+        with sdpa_kernel(getattr(SDPBackend, row.kernel)) if row.kernel else nullcontext():
             out = F.scaled_dot_product_attention(
                 query,  # (B, heads, T, width of a head)
                 key,
@@ -64,7 +62,7 @@ def use_attention(model: nn.Module, kind: str) -> None:
             inputs["attention_mask"] = causal & padding.bool()[:, None, None, :]
         return args, inputs
 
-    name = kind if kind in ("eager", "sdpa") else f"labutils_{kind}"
+    name = kind if row.from_transformers else f"labutils_{kind}"
     if name != kind:
         AttentionInterface.register(name, attend)
         model.base_model.register_forward_pre_hook(with_4d_mask, with_kwargs=True)

@@ -15,15 +15,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from labutils.config.choices import CHECKPOINTING
+
 aten = torch.ops.aten
-BLOCKS_PER_UNIT = {
-    "block": 1,
-    "every_2": 2,
-    "every_3": 3,
-    "every_4": 4,
-    "selective": 1,
-    "offload": 1,
-}
 MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default]
 ATTENTION = [
     aten._scaled_dot_product_flash_attention.default,
@@ -34,24 +28,24 @@ ATTENTION = [
 
 
 class Units(nn.ModuleList):
-    """GPT-2's blocks, which run in units of one or several: iterating gives callables that follow
-    the policy.
+    """GPT-2's blocks, run in units of one or several, as a policy says.
 
-    Names of parameters, indexing and len() are those of the plain list. Wherever gradients are
-    recorded the policy is active, in `eval()` too: Hugging Face's own switch is then silently off.
-    `selective` keeps the results of matrix products, and of attention if it draws no dropout mask:
-    skipping its draw would give the masks that follow it other random numbers when they are
-    computed again.
+    Iterating gives callables that follow the policy. Names of parameters, indexing and len() are
+    those of the plain list. Wherever gradients are recorded the policy is active, in `eval()` too:
+    Hugging Face's own switch is then silently off.
     """
 
     def __init__(self, blocks: nn.ModuleList, policy: str, attention_dropout: float) -> None:
         super().__init__(blocks)
-        self.policy = policy
+        self.policy = CHECKPOINTING[policy]
+        # Attention that draws a dropout mask is not kept: skipping its draw would give the masks
+        # that follow it other random numbers when they are computed again.
         self.kept = MATMULS if attention_dropout else MATMULS + ATTENTION
 
     def __iter__(self) -> Iterator[Callable]:
-        blocks, size = list(super().__iter__()), BLOCKS_PER_UNIT[self.policy]
-        return (partial(self._run, blocks[i : i + size]) for i in range(0, len(blocks), size))
+        blocks, size = list(super().__iter__()), self.policy.blocks_per_unit
+        for start in range(0, len(blocks), size):
+            yield partial(self._run, blocks[start : start + size])
 
     def _run(
         self, blocks: list[nn.Module], hidden: torch.Tensor, *args: Any, **options: Any
@@ -59,23 +53,17 @@ class Units(nn.ModuleList):
         def unit(hidden: torch.Tensor) -> Any:
             for block in blocks:
                 out = block(hidden, *args, **options)
-                hidden = (
-                    out[0] if isinstance(out, tuple) else out
-                )  # older transformers return a tuple
+                hidden = out[0] if isinstance(out, tuple) else out  # older transformers: a tuple
             return out
 
         if not torch.is_grad_enabled():
             return unit(hidden)
-        if self.policy == "offload":
-            with saved_tensors_hooks(
-                lambda tensor: on_host(tensor), lambda bring_back: bring_back()
-            ):
+        if self.policy.to_host:
+            with saved_tensors_hooks(on_host, lambda bring_back: bring_back()):
                 return unit(hidden)
-        context = (
-            partial(create_selective_checkpoint_contexts, self.kept)
-            if self.policy == "selective"
-            else _nothing
-        )
+        context = _nothing
+        if self.policy.keeps_products:
+            context = partial(create_selective_checkpoint_contexts, self.kept)
         return checkpoint(
             unit, hidden, use_reentrant=False, preserve_rng_state=True, context_fn=context
         )

@@ -1,7 +1,4 @@
-"""torch.compile for a loss function, with a way back:
-
-Where nothing can be compiled, the function itself, and why.
-"""
+"""torch.compile for a loss function. Where nothing can be compiled, it runs as it is."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from typing import Any
 
 import torch
 
-OFF = "off"
+from labutils.config.choices import COMPILE_MODES
+
 FEW_SMS = "Not enough SMs to use max_autotune_gemm mode"  # of the logger torch._inductor.utils
 TF32_IS_OFF = (
     "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled"
@@ -39,14 +37,12 @@ def mode_and_arguments(
     mode: str, device_type: str, accumulates: bool
 ) -> tuple[str, dict[str, Any]]:
     """Return the mode that is used on a device, and what `torch.compile` is told."""
-    if (
-        accumulates and device_type == "cuda"
-    ):  # a CUDA graph overwrites the gradients that its last run has left
-        mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
-            mode, mode
-        )
-    if mode == "reduce-overhead" and device_type == "cpu":
+    row = COMPILE_MODES[mode]
+    if row.in_cpp_on_cpu and device_type == "cpu":
         return mode, {"options": {"cpp_wrapper": True}}
+    if row.without_graphs and accumulates and device_type == "cuda":
+        # a CUDA graph overwrites the gradients that its last run has left
+        mode = row.without_graphs
     return mode, {} if mode == "default" else {"mode": mode}
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from labutils.config.choices import OPTIMIZER_IMPLEMENTATIONS, OPTIMIZERS
 from labutils.techniques.quantization import (
     BLOCK,
     FIRST,
@@ -23,6 +24,52 @@ from labutils.techniques.quantization import (
 )
 
 SLAB = 1 << 22  # numbers that are float32 at once; a multiple of BLOCK
+
+
+BETAS = 0.9, 0.95  # as GPT-3 was trained (Brown et al. 2020, 2005.14165)
+MOMENTUM = 0.9
+IMPLEMENTATIONS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for_loop": {"foreach": False},
+}
+
+
+def build_optimizer(
+    model: nn.Module,
+    *,
+    optimizer: str,
+    implementation: str,
+    learning_rate: float,
+    weight_decay: float,
+    in_backward: bool,
+) -> torch.optim.Optimizer | StepInBackward:
+    """Return an optimizer of all parameters of a model.
+
+    Weights decay in matrices only, not in biases and layer norms. `implementation` is of torch's
+    own optimizers. Raises ValueError for an unknown `optimizer` or `implementation`.
+    """
+    row = OPTIMIZERS[optimizer]
+    how = IMPLEMENTATIONS[OPTIMIZER_IMPLEMENTATIONS[implementation].name]
+    groups = decay_groups(model, weight_decay)
+    if not row.is_adamw:
+        built = torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM, **how)
+    elif row.has_implementations:
+        built = torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **how)
+    else:
+        built = SmallAdamW(groups, lr=learning_rate, betas=BETAS, bits=row.moment_bits)
+    return StepInBackward(built) if in_backward else built
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two parameter groups: matrices, whose weights decay, and all else."""
+    matrices, others = [], []
+    for p in model.parameters():
+        (matrices if p.dim() >= 2 else others).append(p)
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 class SmallAdamW(torch.optim.Optimizer):

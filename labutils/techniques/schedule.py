@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from labutils.config.choices import SCHEDULES
+
+LAST = 0.1  # of the highest rate: where a cosine ends
 
 
-def learning_rate_at(step: int, config: Any) -> float:
-    """Return the rate of optimizer step `step` (from 0):
+def learning_rate_at(
+    step: int, *, highest: float, schedule: str, warmup_steps: int, steps: int
+) -> float:
+    """Return the rate of optimizer step `step`, counted from 0.
 
-    Linear warm-up, then constant or cosine to a tenth.
+    It rises linearly for `warmup_steps`, then stays (`constant`) or falls to a tenth of `highest`
+    in the last of `steps` (`cosine`). Raises ValueError for an unknown schedule.
     """
-    if step < config.lr_warmup_steps:
-        return config.learning_rate * (step + 1) / config.lr_warmup_steps
-    if config.lr_schedule == "constant":
-        return config.learning_rate
-    progress = (step - config.lr_warmup_steps) / max(1, config.steps - config.lr_warmup_steps)
-    return config.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+    falls = SCHEDULES[schedule].name == "cosine"
+    if step < warmup_steps:
+        return highest * (step + 1) / warmup_steps
+    if not falls:
+        return highest
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return highest * (LAST + (1 - LAST) * (1 + math.cos(math.pi * progress)) / 2)

@@ -254,8 +254,8 @@ def _run(options: argparse.Namespace) -> int:
         config, repeats, resume = header.config, [header.planned.repeat], True
     else:
         config = load_config(options.config, **parse_overrides(options.pairs))
+    from labutils.config.cards import PrecisionUnsupported
     from labutils.session import setup
-    from labutils.techniques.precision import PrecisionUnsupported
     from labutils.training.experiment import NOT_SAVED, run_experiment
     from labutils.workload.data import DataError
     from labutils.workload.gpt2 import WeightsUnavailable
@@ -268,7 +268,7 @@ def _run(options: argparse.Namespace) -> int:
         device = setup()
         for repeat in repeats:
             record = run_experiment(
-                config, where=device, repeat=repeat, rerun=options.rerun, resume=resume
+                config, device=device, repeat=repeat, rerun=options.rerun, resume=resume
             )
             if record.outcome != "completed":
                 break
@@ -284,8 +284,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     config = load_config(options.config, **parse_overrides(options.pairs))
+    from labutils.config.cards import PrecisionUnsupported
     from labutils.machine.gpu import choose_device
-    from labutils.techniques.precision import PrecisionUnsupported
     from labutils.tools.export import script
 
     try:
@@ -326,18 +326,17 @@ def _predict(options: argparse.Namespace) -> int:
 
     import pandas as pd
 
-    from labutils.config.cards import CONTEXT_GIB
-    from labutils.machine.gpu import card_named
+    from labutils.config.cards import CONTEXT_GIB, PrecisionUnsupported
+    from labutils.machine.here import card_of
     from labutils.prediction.fit import fit
     from labutils.prediction.memory import needed_gib, predict_memory
-    from labutils.techniques.precision import PrecisionUnsupported
 
     try:
         ledger = predict_memory(config, options.device)
         budget = options.gpu_memory_gib
         if budget is None and options.device != "cpu":
             limit = config.memory_limit_gib
-            budget = limit + CONTEXT_GIB if limit else card_named(options.device).memory_gib
+            budget = limit + CONTEXT_GIB if limit else card_of(options.device).memory_gib
         needed = needed_gib(ledger, options.device)
         fits = budget is None or needed <= budget
         found = None if fits else fit(config, budget, options.device)
@@ -416,8 +415,8 @@ def _allocator_lines(ledger: MemoryLedger, context_gib: float, expandable: bool)
 
 
 def _advise(options: argparse.Namespace) -> int:
+    from labutils.config.cards import PrecisionUnsupported
     from labutils.prediction.advise import advise
-    from labutils.techniques.precision import PrecisionUnsupported
 
     try:
         if find_config(options.run).suffix in (".yaml", ".yml"):
@@ -582,9 +581,9 @@ def _new(options: argparse.Namespace) -> int:
 def _doctor(_: argparse.Namespace) -> int:
     import torch
 
+    from labutils.config.choices import PRECISIONS
     from labutils.machine.gpu import choose_device, diagnose, gpu_facts
-    from labutils.machine.here import environment
-    from labutils.techniques.precision import PRECISIONS, support
+    from labutils.machine.here import environment, support
 
     problem = diagnose(gpu_facts())
     device = choose_device()

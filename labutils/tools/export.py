@@ -20,14 +20,17 @@ from string import Template
 
 import torch
 
+from labutils.config.cards import CARDS
+from labutils.config.choices import ACTIVATIONS, ATTENTION, CHECKPOINTING, COMPILE_MODES, MODELS
+from labutils.config.resolve import resolve
 from labutils.config.schema import Config, ConfigError
-from labutils.techniques import checkpointing, compiling, optimizers, precision
-from labutils.techniques.attention import SDPA_KERNELS
+from labutils.machine import here
+from labutils.techniques import checkpointing, compiling, optimizers
 from labutils.techniques.loss import FP16_ENLARGED
 from labutils.techniques.quantization import BLOCK, round_stochastically
 from labutils.workload import data
 from labutils.workload.build import HELD_OUT_SEQUENCES, tokens_to_read
-from labutils.workload.gpt2 import ACTIVATIONS, SIZES, vocab_size
+from labutils.workload.gpt2 import vocab_size
 
 SCRIPT = Path(__file__).with_name("script.txt")
 IMPORTS = """\
@@ -65,12 +68,9 @@ def script(config: Config, device_type: str) -> str:
     that do not agree on that device, or for `stdlib` if Python's own reference is missing here;
     PrecisionUnsupported if the device is here and lacks the precision.
     """
-    c = config.on(device_type)
-    where, is_here = torch.device(device_type), device_type == "cpu" or torch.cuda.is_available()
-    has_bf16 = not is_here or precision.support("bf16", where).ok
-    c = c.model_copy(update={"precision": precision.without_choice(c.precision, has_bf16)})
-    if is_here:
-        precision.require(c.precision, where)
+    is_here = device_type == "cpu" or torch.cuda.is_available()
+    card = here.card(torch.device(device_type)) if is_here else CARDS["a100"]
+    c = resolve(config, card, to_train=True).config
     if c.corpus == "stdlib" and not data.topic_texts():
         raise ConfigError(
             f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text file"
@@ -100,11 +100,11 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
         "half": c.precision in (*AUTOCAST, "pure_bf16"),
         "limited": device_type == "cuda" and c.memory_limit_gib > 0,
         "expandable": device_type == "cuda" and c.expandable_segments,
-        "kernel": c.attention in SDPA_KERNELS,
+        "kernel": ATTENTION[c.attention].kernel,
         "attend": _attends(c),
         "every_n": c.gradient_checkpointing.startswith("every_"),
         "chunks": c.loss_chunk_tokens > 0,
-        "compiled": c.compile != compiling.OFF,
+        "compiled": COMPILE_MODES[c.compile].is_on,
         "small_adamw": small,
         "bits8": c.optimizer == "adamw_8bit",
         "bits16": c.optimizer == "adamw_bf16",
@@ -124,7 +124,9 @@ def _attends(c: Config) -> bool:
     """Return whether the script calls torch's attention itself; otherwise transformers does, in the
     same way.
     """
-    return c.attention in SDPA_KERNELS or (c.attention == "auto" and c.compile != compiling.OFF)
+    return ATTENTION[c.attention].kernel or (
+        c.attention == "auto" and COMPILE_MODES[c.compile].is_on
+    )
 
 
 def _values(c: Config, device_type: str) -> dict[str, object]:
@@ -132,11 +134,10 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
 
     The config's values, and what follows from them.
     """
-    n_entries, eager = vocab_size(c.model), c.compile == compiling.OFF
-    how = {"fused": "fused=True", "foreach": "foreach=True", "for_loop": "foreach=False"}[
-        c.optimizer_impl
-    ]
-    own_kernel = SDPA_KERNELS.get(c.attention)
+    n_entries, eager = vocab_size(c.model), not COMPILE_MODES[c.compile].is_on
+    how = ", ".join(
+        f"{key}={value}" for key, value in optimizers.IMPLEMENTATIONS[c.optimizer_impl].items()
+    )
     attention = [
         op for op in checkpointing.ATTENTION if ("for_cpu" in str(op)) == (device_type == "cpu")
     ]
@@ -153,7 +154,8 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
     if device_type == "cpu" and c.precision not in ("fp32", "tf32"):
         about += " (and goes on where that stops early, because 16 bits are slow)"
     about += "; written by `python -m labutils export`."
-    shape = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[c.model], strict=False))
+    row = MODELS[c.model]
+    shape = {"n_layer": row.n_layer, "n_head": row.n_head, "n_embd": row.width}
     shape |= {"vocab_size": -(-n_entries // 64) * 64 if c.pad_vocab else n_entries}
     shape |= {"bos_token_id": 0, "eos_token_id": 0}  # of the tokenizer that the script trains
     return c.model_dump() | {
@@ -170,13 +172,13 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
         "every": data.HELD_OUT_EVERY,
         "every_less_1": data.HELD_OUT_EVERY - 1,
         "held_out_sequences": HELD_OUT_SEQUENCES,
-        "kernel": own_kernel.name if own_kernel else "",
-        "blocks_per_unit": checkpointing.BLOCKS_PER_UNIT.get(c.gradient_checkpointing, 1),
+        "kernel": ATTENTION[c.attention].kernel,
+        "blocks_per_unit": CHECKPOINTING[c.gradient_checkpointing].blocks_per_unit,
         "on_host": _source(
             checkpointing.on_host,
             "Copy a tensor to the host; return a function that brings it back.",
         ),
-        "activation": ACTIVATIONS[c.activation],
+        "activation": ACTIVATIONS[c.activation].in_transformers,
         "attention": "causal" if _attends(c) else {"auto": "sdpa"}.get(c.attention, c.attention),
         "use_cache": c.use_cache and c.gradient_checkpointing == "none",
         "to": ".to(DEVICE, dtype=torch.bfloat16)" if c.precision == "pure_bf16" else ".to(DEVICE)",

@@ -152,10 +152,6 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
         ("device", {r.environment.get("device", "") for r in records}),
         ("torch version", {r.environment.get("torch", "") for r in records}),
         ("transformers version", {r.environment.get("transformers", "") for r in records}),
-        (
-            "malloc",
-            {r.environment.get("malloc", "keeps freed blocks: faster steps") for r in records},
-        ),
         ("code version", {r.code for r in records}),
         ("corpus", {r.corpus for r in records}),
         ("tokens per step", {str(r.tokens_per_step) for r in records}),

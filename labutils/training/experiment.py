@@ -1,46 +1,46 @@
-"""From a config to a saved record:
-
-A thin layer that builds the model, data and optimizer and calls `train`.
-"""
+"""From a config to a saved record: build what it trains, train it, measure it, save what came."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from labutils.config.cards import PrecisionUnsupported
+from labutils.config.choices import COMPILE_MODES, PRECISIONS
 from labutils.config.reader import load_config
-from labutils.config.schema import Config, ConfigError
-from labutils.files import commit, new_id, require_room
+from labutils.config.resolve import Run, resolve
+from labutils.config.schema import Config
+from labutils.files import new_id, require_room
+from labutils.machine import here
 from labutils.machine.gpu import choose_device
-from labutils.machine.here import environment
 from labutils.memory.device_memory import (
     expandable_segments,
     free_memory,
     memory_limit,
-    without_expandable_segments,
 )
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.measure import measure_step
-from labutils.prediction.out_of_memory import require_host_memory, spare_host_memory, ways_out
-from labutils.techniques import compiling, precision
+from labutils.prediction.out_of_memory import require_host_memory, ways_out
+from labutils.techniques import precision
 from labutils.techniques.schedule import learning_rate_at
 from labutils.training import distributed
-from labutils.training import saved_state as resuming
-from labutils.training.code_version import code_version
 from labutils.training.loop import to_device, train
-from labutils.training.records import RunRecord, find_equal, state_files
-from labutils.training.speed import flops_per_token, timing_of
-from labutils.workload.build import (
-    build_batches,
-    build_experiment_model,
-    build_loss,
-    build_optimizer,
+from labutils.training.planned import (
+    announce,
+    announce_state,
+    planned_record,
+    require_equal_shares,
 )
+from labutils.training.records import RunRecord, find_equal
+from labutils.training.saved_state import Saver
+from labutils.training.speed import flops_per_token, timing_of
+from labutils.workload.build import Data, Workload, build_data, build_workload
 
 NOT_SAVED = "not saved"  # how a record's reason begins that is in memory only
 
@@ -48,18 +48,19 @@ NOT_SAVED = "not saved"  # how a record's reason begins that is in memory only
 def run_experiment(
     config: Config | str,
     *,
-    where: torch.device | None = None,
+    device: torch.device | None = None,
     repeat: int = 0,
     rerun: bool = False,
     resume: bool = False,
     progress: bool = True,
 ) -> RunRecord:
-    """Train the experiment of a config (or of a YAML file) and save and return its record.
+    """Train the experiment of a config (or of a YAML file), and save and return its record.
 
     A completed run with equal config, code, corpus, device and `repeat` is returned instead, unless
-    `rerun=True`. A slow precision (see `precision.support`) runs fewer steps. After training, one untimed step
-    measures memory. `resume=True` continues from the state that an unfinished run with `save_every`
-    has left in runs/ (to losses that are bit-identical on a CPU), or begins if there is none.
+    `rerun=True`. A slow precision runs fewer steps. After training, one untimed step measures
+    memory. `resume=True` continues from the state that an unfinished run with `save_every` has left
+    in runs/, or begins if there is none; on a CPU its losses are bit-identical.
+
     Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out
     of memory and Ctrl-C are outcomes in the record, and what was allocated is free again. Raises
     OSError before training if runs/ cannot be written; should that fail after it, the record is
@@ -67,269 +68,215 @@ def run_experiment(
     another experiment of that name.
     """
     config = config if isinstance(config, Config) else load_config(config)
-    where = distributed.join(where or choose_device())
+    device = distributed.join(device or choose_device())
     progress = progress and distributed.rank() == 0
-    resolved = config.on(where.type)
-    name = precision.without_choice(resolved.precision, precision.support("bf16", where).ok)
-    resolved = resolved.model_copy(update={"precision": name})
-    answer = precision.require(resolved.precision, where)
-    steps = distributed.from_first(precision.steps_for(resolved.steps, answer))
-    if resolved.grad_accum_steps % distributed.world_size():
-        raise ConfigError(
-            f"{config.name}: `tokens_per_step`: {resolved.tokens_per_step} tokens are {resolved.grad_accum_steps} "
-            f"micro-batches, which {distributed.world_size()} processes cannot share equally"
-        )
-    if distributed.world_size() > 1 and (resume or resolved.save_every):
-        raise ConfigError(
-            f"{config.name}: `save_every`: states are saved in a single process only; set it to 0"
-        )
-    is_short = spare_host_memory(resolved, where)  # before the environment is asked, which says so
-    stream, held_out, corpus, per_epoch = build_batches(resolved)
-    identity = dict(
-        name=config.name,
-        note=config.note,
-        config=resolved.model_dump(exclude={"when_cpu", "overrides"}),
-        corpus=corpus.digest,
-        repeat=repeat,
-        tokens_per_step=resolved.tokens_per_step,
-    )
-    empty = RunRecord(
-        id="",
-        created="",
-        environment={**_environment(resolved, where), "commit": commit()},
-        code=code_version(),
-        steps_planned=steps,
-        **identity,
-    )
-    saver = resuming.Saver(empty, resolved.save_every, new_id()[0])
-    if (
-        not rerun
-        and not (resume and saver.left)
-        and (known := distributed.from_first(find_equal(empty)))
-    ):
-        if progress:
-            print(
-                f"{known.name}: reusing run {known.id} (equal config, code, corpus and device; rerun=True forces)"
-            )
-        return known
+    run = resolve(config, here.card(device), to_train=True)
+    run = replace(run, steps=distributed.from_first(run.steps))
+    require_equal_shares(run.config, resume)
+    data = build_data(run.config)
+    planned = planned_record(config, run, device, data, repeat)
+    saver = Saver(planned, run.config.save_every, new_id()[0])
+    if not rerun and not (resume and saver.left):
+        known = distributed.from_first(find_equal(planned))
+        if known:
+            if progress:
+                print(
+                    f"{known.name}: reusing run {known.id} "
+                    "(equal config, code, corpus and device; rerun=True forces)"
+                )
+            return known
     if not distributed.rank():
         require_room()  # better now than after hours
-    if resume:
-        done = saver.find()
-        resumed = {"resumed": f"after step {done}"} if done else {}
-        empty = empty.model_copy(update={"environment": empty.environment | resumed})
+    done = saver.find() if resume else 0
+    if done:
+        resumed = planned.environment | {"resumed": f"after step {done}"}
+        planned = planned.model_copy(update={"environment": resumed})
     if progress:
-        _announce(config, where, steps, resolved.steps, answer.reason)
-        if is_short and "malloc" in empty.environment:  # only glibc can
-            print(
-                f"{config.name}: memory is short, so freed blocks go back to the system at once: steps take longer"
-            )
-        if resume:
-            none = "begins at step 0: it has no saved state"
-            none += "; `python -m labutils runs` lists those of other runs" if state_files() else ""
-            print(f"{config.name}: " + (f"continues after step {done}" if done else none))
-            if done and not resolved.save_every:
-                print(f"{config.name}: save_every is 0, so no further state will be saved")
-        elif saver.left:
-            print(
-                f"{config.name}: begins at step 0; an unfinished run has left a state: --resume would continue it"
-            )
-    try:
-        with (
-            expandable_segments(resolved.expandable_segments, where),
-            memory_limit(resolved.memory_limit_gib, where),
-        ):
-            if is_short:
-                require_host_memory(resolved, where)
-            record = _train_and_measure(resolved, where, steps, stream, held_out, saver, progress)
-        record = record.model_copy(update={"environment": record.environment | empty.environment})
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error) or distributed.world_size() > 1:
-            raise  # of several processes one that goes on alone would be waited for
-        run_id, created = new_id()
-        failed = {
-            "id": run_id,
-            "created": created,
-            "outcome": "out_of_memory",
-            "reason": short_message(error),
-        }
-        record = empty.model_copy(update=failed)
-    free_memory()
-    if (
-        record.outcome == "out_of_memory"
-    ):  # here: in the handler the traceback still keeps tensors alive
-        with suppress(
-            KeyboardInterrupt
-        ):  # while they are looked for; the record must still be saved
-            reason = f"{record.reason}. {ways_out(config, where)}"
-            record = record.model_copy(update={"reason": reason})
-    epochs = len(record.series.loss) * resolved.grad_accum_steps / per_epoch
-    record = record.model_copy(update={**identity, "steps_planned": steps, "epochs": epochs})
+        announce(config, run, device)
+        announce_state(run.config, saver, resume, done)
+    record = _train_safely(config, run, device, data, saver, planned, progress)
     if distributed.rank():
         return record
+    return _save(record, saver, progress)
+
+
+def _train_safely(
+    config: Config,
+    run: Run,
+    device: torch.device,
+    data: Data,
+    saver: Saver,
+    planned: RunRecord,
+    progress: bool,
+) -> RunRecord:
+    """Train and measure; running out of memory becomes an outcome with its ways out."""
     try:
-        path = record.save()
-    except OSError as error:
-        print(
-            f"{record.name}: NOT SAVED: {error}. The record is returned: make room, then record.save()"
-        )
-        return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
-    if record.outcome != "completed":
-        print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
-        if saver.done and record.outcome != "non_finite":  # which would come again
-            print(
-                f"{record.name}: the state after step {saver.done} is saved; continue with: {saver.command}"
-            )
-    else:
-        saver.finish()
-    if progress:
-        print(f"{record.name}: saved {path.name}")
-    return record
-
-
-def _environment(config: Config, where: torch.device) -> dict[str, str]:
-    limit = config.memory_limit_gib if where.type == "cuda" else 0
-    emulated = (
-        {"memory limit": f"{limit:g} GiB, emulated: of the allocator, without the context"}
-        if limit
-        else {}
-    )
-    if config.expandable_segments and where.type == "cuda":
-        missing = without_expandable_segments()
-        emulated["allocator"] = (
-            f"default; expandable segments: {missing}" if missing else "expandable segments"
-        )
-    n = distributed.world_size()
-    return environment(where) | emulated | ({"processes": str(n)} if n > 1 else {})
+        with (
+            expandable_segments(run.config.expandable_segments, device),
+            memory_limit(run.config.memory_limit_gib, device),
+        ):
+            if device.type == "cpu":
+                require_host_memory(run.config)
+            trained = _train_and_measure(run, device, data, saver, progress)
+        environment = trained.environment | planned.environment
+    except (RuntimeError, MemoryError) as error:
+        # of several processes one that goes on alone would be waited for
+        if not is_out_of_memory(error) or distributed.world_size() > 1:
+            raise
+        run_id, created = new_id()
+        reason = short_message(error)
+        failed = {"id": run_id, "created": created, "outcome": "out_of_memory", "reason": reason}
+        trained, environment = planned.model_copy(update=failed), planned.environment
+    free_memory()
+    reason = trained.reason
+    if trained.outcome == "out_of_memory":
+        # here: in the handler the traceback still keeps tensors alive
+        with suppress(KeyboardInterrupt):  # while they are looked for: the record must be saved
+            reason = f"{reason}. {ways_out(config, device)}"
+    kept = ("name", "note", "config", "corpus", "repeat", "tokens_per_step", "steps_planned")
+    facts = {key: getattr(planned, key) for key in kept}
+    micro_batches = len(trained.series.loss) * run.config.grad_accum_steps
+    facts["epochs"] = micro_batches / data.micro_batches_per_epoch
+    return trained.model_copy(update=facts | {"environment": environment, "reason": reason})
 
 
 def _train_and_measure(
-    config: Config,
-    where: torch.device,
-    steps: int,
-    stream: Iterator[dict],
-    held_out: list[dict],
-    saver: resuming.Saver,
-    progress: bool,
+    run: Run, device: torch.device, data: Data, saver: Saver, progress: bool
 ) -> RunRecord:
     """Train, then measure one more step; everything allocated dies with this frame."""
-    model = build_experiment_model(config, where)
-    saver.require_room(model)
-    n = distributed.world_size()
+    config, n = run.config, distributed.world_size()
+    work = build_workload(config, device, data, n)
+    saver.require_room(work.model)
     if n > 1:
-        stream = itertools.islice(stream, distributed.rank(), None, n)
-        torch.manual_seed(
-            config.seed + distributed.rank()
-        )  # masks of their own; the weights are made already
+        data.batches = itertools.islice(data.batches, distributed.rank(), None, n)
+        # masks of their own; the weights are made already
+        torch.manual_seed(config.seed + distributed.rank())
         if progress:
-            print(f"{config.name}: {distributed.traffic(model)}")
-    optimizer = build_optimizer(model, config)
-    scaler = precision.grad_scaler(
-        config.precision, where, config.init_scale, config.growth_interval
+            print(f"{config.name}: {distributed.traffic(work.model)}")
+    if COMPILE_MODES[config.compile].is_on and progress:
+        mode = f"compile: {config.compile}"
+        print(f"{config.name}: the first step compiles the model ({mode}); that takes a while")
+    rate = partial(
+        learning_rate_at,
+        highest=config.learning_rate,
+        schedule=config.lr_schedule,
+        warmup_steps=config.lr_warmup_steps,
+        steps=config.steps,
     )
-    loss_fn = build_loss(config, where, accumulates=config.grad_accum_steps > n)
-    if config.compile != compiling.OFF and progress:
-        print(
-            f"{config.name}: the first step compiles the model (compile: {config.compile}); that takes a while"
-        )
     record = train(
-        model,
-        stream,
-        loss_fn,
-        optimizer,
-        steps=steps,
+        work.model,
+        data.batches,
+        work.loss_fn,
+        work.optimizer,
+        steps=run.steps,
         grad_accum_steps=config.grad_accum_steps // n,
         precision_name=config.precision,
-        scaler=scaler,
+        scaler=work.scaler,
         max_grad_norm=config.max_grad_norm,
-        learning_rate_at=partial(learning_rate_at, config=config),
-        held_out=held_out,
+        learning_rate_at=rate,
+        held_out=data.held_out,
         eval_every=config.eval_every,
         saver=saver,
         name=config.name,
         progress=progress,
     )
-    timing = timing_of(record.series.step_ms, flops_per_token(model, config.seq_len), config, where)
+    flops = flops_per_token(work.model, config.seq_len)
+    timing = timing_of(record.series.step_ms, flops, config, device)
     record = record.model_copy(update={"timing": timing})
-    if isinstance(loss_fn, compiling.CompiledLoss):
-        record = record.model_copy(
-            update={"environment": record.environment | {"torch.compile": loss_fn.report}}
-        )
+    if COMPILE_MODES[config.compile].is_on:
+        compiled = record.environment | {"torch.compile": work.loss_fn.report}
+        record = record.model_copy(update={"environment": compiled})
     if record.outcome != "completed":
         return record
-    micro_batches = [to_device(next(stream), where) for _ in range(config.grad_accum_steps // n)]
+    return record.model_copy(update=_measured(work, config, device, n))
+
+
+def _measured(
+    work: Workload, config: Config, device: torch.device, n_processes: int
+) -> dict[str, Any]:
+    """Return what one more step adds to a record: its ledger, or why there is none."""
+    micro_batches = []
+    for _ in range(config.grad_accum_steps // n_processes):
+        micro_batches.append(to_device(next(work.data.batches), device))
+    # compiled code has no hooks to tell phases by
+    loss_fn = getattr(work.loss_fn, "eager", work.loss_fn)
     try:
-        with precision.tf32(config.precision == "tf32"):
-            report = measure_step(
-                model,
+        with precision.tf32(PRECISIONS[config.precision].tf32):
+            ledger = measure_step(
+                work.model,
                 micro_batches,
-                getattr(loss_fn, "eager", loss_fn),  # compiled code has no hooks to tell phases by
-                optimizer,
-                autocast=partial(precision.autocast, config.precision, where),
-                scaler=scaler,
+                loss_fn,
+                work.optimizer,
+                autocast=partial(precision.autocast, config.precision, device),
+                scaler=work.scaler,
                 max_grad_norm=config.max_grad_norm,
             )
     except KeyboardInterrupt:
         reason = "stopped (Ctrl-C or SIGTERM) after training, while memory was measured"
-        return record.model_copy(update={"outcome": "interrupted", "reason": reason})
+        return {"outcome": "interrupted", "reason": reason}
     except OSError as error:
-        return record.model_copy(update={"reason": f"memory could not be measured: {error}"})
+        return {"reason": f"memory could not be measured: {error}"}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         reason = f"after training, while memory was measured: {short_message(error)}"
-        return record.model_copy(update={"outcome": "out_of_memory", "reason": reason})
-    if config.compile != compiling.OFF:
-        report = report.model_copy(update={"method": f"{report.method}, not compiled"})
-    return record.model_copy(update={"memory": report})
+        return {"outcome": "out_of_memory", "reason": reason}
+    if COMPILE_MODES[config.compile].is_on:
+        ledger = ledger.model_copy(update={"method": f"{ledger.method}, not compiled"})
+    return {"memory": ledger}
+
+
+def _save(record: RunRecord, saver: Saver, progress: bool) -> RunRecord:
+    """Save a record, say how its run ended, and return it."""
+    try:
+        path = record.save()
+    except OSError as error:
+        print(
+            f"{record.name}: NOT SAVED: {error}. "
+            "The record is returned: make room, then record.save()"
+        )
+        return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
+    if record.outcome == "completed":
+        saver.finish()
+    else:
+        print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
+        if saver.done and record.outcome != "non_finite":  # which would come again
+            state = f"the state after step {saver.done} is saved"
+            print(f"{record.name}: {state}; continue with: {saver.command}")
+    if progress:
+        print(f"{record.name}: saved {path.name}")
+    return record
 
 
 def run_experiments(
     configs: Iterable[Config | str], *, baseline_repeats: int = 2, **options: Any
 ) -> list[RunRecord]:
-    """Run configs (or YAML files) and return their records; the first, the baseline, runs
-    `baseline_repeats` times.
+    """Run configs (or YAML files) and return their records.
 
-    A precision that this device lacks gives an unsaved record with `outcome` "unsupported" and the
-    reason.
+    The first one, the baseline, runs `baseline_repeats` times. A precision that this device lacks
+    gives an unsaved record with `outcome` "unsupported" and the reason.
     """
     records = []
     for position, config in enumerate(configs):
         for repeat in range(1 if position else baseline_repeats):
             try:
                 records.append(run_experiment(config, repeat=repeat, **options))
-            except precision.PrecisionUnsupported as problem:
-                config = config if isinstance(config, Config) else load_config(config)
-                run_id, created = new_id()
-                reason = str(problem).partition(": ")[2]
-                records.append(
-                    RunRecord(
-                        id=run_id,
-                        created=created,
-                        name=config.name,
-                        note=config.note,
-                        outcome="unsupported",
-                        reason=reason,
-                    )
-                )
-                if options.get("progress", True):
-                    print(f"{config.name}: not on this device: {reason}")
+            except PrecisionUnsupported as problem:
+                records.append(_unsupported(config, problem, options.get("progress", True)))
     return records
 
 
-def _announce(config: Config, where: torch.device, steps: int, planned: int, reason: str) -> None:
-    """Print each value that does not come from the main part of the file."""
-    for line in config.changes(where.type):
-        print(f"{config.name}: {line}")
-    if config.memory_limit_gib and where.type != "cuda":
-        print(f"{config.name}: memory_limit_gib is of CUDA's allocator: a CPU run ignores it")
-    if (
-        config.expandable_segments
-        and where.type == "cuda"
-        and (missing := without_expandable_segments())
-    ):
-        print(
-            f"{config.name}: expandable_segments: {missing}, so torch's default allocator runs: it needs more memory"
-        )
-    if steps != planned:
-        print(f"{config.name}: steps = {steps} (not {planned}: {reason})")
+def _unsupported(config: Config | str, problem: PrecisionUnsupported, progress: bool) -> RunRecord:
+    config = config if isinstance(config, Config) else load_config(config)
+    reason = str(problem).partition(": ")[2]
+    if progress:
+        print(f"{config.name}: not on this device: {reason}")
+    run_id, created = new_id()
+    return RunRecord(
+        id=run_id,
+        created=created,
+        name=config.name,
+        note=config.note,
+        outcome="unsupported",
+        reason=reason,
+    )

@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from labutils.files import commit, new_id
-from labutils.machine.here import environment
+from labutils.machine import here
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.techniques import precision
 from labutils.techniques.loss import LossFn, count_targets
@@ -63,7 +63,7 @@ def train(
     `optimizers.StepInBackward` meets what needs all gradients at once.
     """
     where = next(model.parameters()).device
-    precision.require(precision_name, where)
+    here.card(where).require(precision_name)
     scaler = scaler or precision.grad_scaler(precision_name, where)
     needs_all_gradients = (
         grad_accum_steps > 1 or max_grad_norm or scaler.is_enabled() or distributed.world_size() > 1
@@ -163,7 +163,7 @@ def train(
         id=run_id,
         created=created,
         name=name,
-        environment={**environment(where), "commit": commit()},
+        environment={**here.environment(where), "commit": commit()},
         code=code_version(),
         outcome=outcome,
         reason=reason,

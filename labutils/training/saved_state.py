@@ -41,13 +41,8 @@ class Saver:
 
     def __init__(self, planned: RunRecord, every: int, run_id: str) -> None:
         self.steps = planned.steps_planned
-        same = {
-            key: value for key, value in planned.environment.items() if key != "malloc"
-        }  # whatever that is
         # a slow machine plans fewer steps, by a noisy probe
-        self.planned = planned = planned.model_copy(
-            update={"steps_planned": 0, "environment": same}
-        )
+        self.planned = planned = planned.model_copy(update={"steps_planned": 0})
         self.every, self.name, self.done = every, planned.name, 0
         self.experiment = f"{self.name}-{planned.experiment}-"
         self.run = f"{self.experiment}{planned.repeat}-"

@@ -10,70 +10,66 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from labutils.config.choices import PRECISIONS
 from labutils.config.schema import Config
-from labutils.machine.here import matmul_rate
-from labutils.techniques.precision import COMPUTE_DTYPE, _name, _require_known, support, tf32
+from labutils.machine import here
+from labutils.techniques.precision import products_dtype, tf32
 from labutils.training import distributed
 from labutils.training.records import Timing
 
 # Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name. FP32 runs outside
 # the tensor cores.
+# Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name: of float32 (outside
+# the tensor cores), TF32, float16 and bfloat16 products.
 DATASHEET_TFLOPS = {
-    "V100-SXM2": {"fp32": 15.7, "fp16": 125.0},
-    "Tesla T4": {"fp32": 8.1, "fp16": 65.0},
-    "A100": {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0},
-    "H100 80GB HBM3": {"fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0},
-    "H100 PCIe": {"fp32": 51.0, "tf32": 378.0, "fp16": 756.0, "bf16": 756.0},
-    "H200": {"fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0},
+    "V100-SXM2": {"float32": 15.7, "float16": 125.0},
+    "Tesla T4": {"float32": 8.1, "float16": 65.0},
+    "A100": {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0},
+    "H100 80GB HBM3": {"float32": 67.0, "tf32": 494.0, "float16": 989.0, "bfloat16": 989.0},
+    "H100 PCIe": {"float32": 51.0, "tf32": 378.0, "float16": 756.0, "bfloat16": 756.0},
+    "H200": {"float32": 67.0, "tf32": 494.0, "float16": 989.0, "bfloat16": 989.0},
 }
 
 
 def datasheet_tflops(card: str) -> dict[str, float]:
-    """Return {precision: dense TFLOP/s} of a card by its full name; empty if unknown, sliced (MIG)
-    or a variant.
+    """Return {kind of product: dense TFLOP/s} of a card by its full name.
+
+    Empty if the card is unknown, sliced (MIG) or a variant.
     """
     words = set(re.split(r"[ -]", card))
     if words & {"MIG", "NVL", "Laptop"}:
         return {}
-    fits = (
-        rates for name, rates in DATASHEET_TFLOPS.items() if set(re.split(r"[ -]", name)) <= words
-    )
-    return next(fits, {})
+    for name, rates in DATASHEET_TFLOPS.items():
+        if set(re.split(r"[ -]", name)) <= words:
+            return rates
+    return {}
 
 
 @lru_cache(maxsize=8)
 def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
-    """Return (FLOP/s, where it is from): the denominator of an MFU.
+    """Return (FLOP/s, where it is from): the denominator of an MFU, which says nothing without it.
 
     A datasheet's dense peak if the card is known, else a product measured here. On a CPU the
     float32 product's, or that of the precision's own dtype where it is faster: a 16-bit product
-    without hardware is nobody's peak. An MFU without its denominator says nothing.
+    without hardware is nobody's peak.
     """
-    _require_known(precision)
+    row = PRECISIONS[precision]
     if device.type == "cuda":
         peaks = datasheet_tflops(torch.cuda.get_device_name(device))
-        key = "bf16" if precision == "pure_bf16" else precision
-        if key in peaks:
-            return peaks[key] * 1e12, f"{peaks[key]:g} TFLOP/s, datasheet, dense"
-        with tf32(precision == "tf32"):
-            rate = matmul_rate(COMPUTE_DTYPE[precision], device, 4096)
+        kind = "tf32" if row.tf32 else row.products
+        if kind in peaks:
+            return peaks[kind] * 1e12, f"{peaks[kind]:g} TFLOP/s, datasheet, dense"
+        with tf32(row.tf32):
+            rate = here.matmul_rate(products_dtype(precision), device, 4096)
         return rate, f"{rate / 1e12:.3g} TFLOP/s, a 4096² product measured here"
-    rates = {
-        dtype: matmul_rate(dtype, device, 512) for dtype in _worth_measuring(precision, device)
-    }
-    dtype = max(rates, key=rates.get)
+    rate, kind = here.matmul_rate(torch.float32, device, 512), "float32"
+    # without fast hardware a product of 512² takes a second
+    if row.is_16bit and not here.support(precision, device).slow:
+        own = here.matmul_rate(products_dtype(precision), device, 512)
+        if own > rate:
+            rate, kind = own, row.products
     how = f"one thread's rate × {torch.get_num_threads()}"
-    return rates[
-        dtype
-    ], f"{rates[dtype] / 1e12:.2g} TFLOP/s, a {_name(dtype)} 512² product measured here, {how}"
-
-
-def _worth_measuring(precision: str, device: torch.device) -> list[torch.dtype]:
-    own = COMPUTE_DTYPE[precision]
-    slow = (
-        own != torch.float32 and support(precision, device).slow
-    )  # then a product of 512² takes a second
-    return [torch.float32] if slow or own == torch.float32 else [torch.float32, own]
+    return rate, f"{rate / 1e12:.2g} TFLOP/s, a {kind} 512² product measured here, {how}"
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
@@ -91,7 +87,7 @@ UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
 
 
 def timing_of(
-    step_ms: list[float], flops_per_token: float, config: Config, where: torch.device
+    step_ms: list[float], flops_per_token: float, config: Config, device: torch.device
 ) -> Timing | None:
     """Return medians over the steps after the first UNTIMED_STEPS (or what there is)."""
     timed = step_ms[min(UNTIMED_STEPS, max(0, len(step_ms) - 1)) :]
@@ -102,7 +98,7 @@ def timing_of(
     # The notch of a box plot (McGill, Tukey, Larsen 1978): medians closer than this do not differ.
     spread = 1.57 * (quartiles[2] - quartiles[0]) / math.sqrt(len(timed)) / median
     tokens_per_s = config.tokens_per_step / median * 1000
-    rate, denominator = peak_rate(config.precision, where)
+    rate, denominator = peak_rate(config.precision, device)
     return Timing(
         median_step_ms=median,
         spread=spread,

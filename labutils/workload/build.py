@@ -1,116 +1,136 @@
-"""From a config to what is trained: model, optimizer, loss and batches."""
+"""From a resolved config to what is trained: model, optimizer, loss and batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
+from labutils.config.choices import COMPILE_MODES
+from labutils.config.resolve import resolve
 from labutils.config.schema import Config
-from labutils.techniques import compiling
+from labutils.machine import here
+from labutils.techniques import compiling, optimizers, precision
 from labutils.techniques.loss import LossFn, lm_loss_sum
-from labutils.techniques.optimizers import SmallAdamW, StepInBackward
+from labutils.techniques.optimizers import StepInBackward
 from labutils.workload import data
-from labutils.workload.gpt2 import build_model, pretrained_tokenizer, vocab_size
+from labutils.workload.gpt2 import MODEL_KEYS, build_model, pretrained_tokenizer, vocab_size
 
-HELD_OUT_SEQUENCES = 16  # the same ones whatever the batch
+HELD_OUT_SEQUENCES = 16  # the same ones, whatever the batch
+
+
+@dataclass
+class Data:
+    """Text as batches. `batches` never ends; both kinds are dicts of tensors on the CPU."""
+
+    batches: Iterator[dict[str, torch.Tensor]]  # micro-batches to train on
+    held_out: list[dict[str, torch.Tensor]]  # micro-batches to evaluate on
+    corpus: data.Corpus
+    micro_batches_per_epoch: int
+
+
+@dataclass
+class Workload:
+    """All that a training step needs. The model is on its device."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | StepInBackward
+    loss_fn: LossFn
+    scaler: torch.amp.GradScaler
+    data: Data
+
+
+def build(config: Config, device: torch.device) -> Workload:
+    """Return what a config trains on a device of this machine.
+
+    Raises ConfigError, PrecisionUnsupported, DataError or WeightsUnavailable.
+    """
+    run = resolve(config, here.card(device))
+    return build_workload(run.config, device, build_data(run.config))
+
+
+def build_workload(
+    config: Config, device: torch.device, batches: Data, n_processes: int = 1
+) -> Workload:
+    """Return what a resolved config trains on a device, with batches that are made already."""
+    model = build_experiment_model(config, device)
+    return Workload(
+        model=model,
+        optimizer=build_optimizer(model, config),
+        loss_fn=build_loss(config, device, accumulates=config.grad_accum_steps > n_processes),
+        scaler=precision.grad_scaler(
+            config.precision, device, config.init_scale, config.growth_interval
+        ),
+        data=batches,
+    )
+
+
+def build_experiment_model(config: Config, device: torch.device) -> nn.Module:
+    """Return a resolved config's model on a device, in training mode.
+
+    Weights are float32, or what the precision keeps: bfloat16 for `pure_bf16`.
+    """
+    return float32_model(config).to(device, dtype=precision.weights_dtype(config.precision))
+
+
+def float32_model(config: Config, n_layer: int | None = None) -> nn.Module:
+    """Return a config's model, float32, on the CPU; of another depth if `n_layer` says so."""
+    switches = {key: getattr(config, key) for key in MODEL_KEYS}
+    return build_model(**switches, n_layer=n_layer)
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer | StepInBackward:
-    """Return the config's optimizer; weight decay acts on matrices only, not on biases and layer
-    norms.
-    """
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    implementation = {
-        "fused": {"fused": True},
-        "foreach": {"foreach": True},
-        "for_loop": {"foreach": False},
-    }
-    chosen = implementation[config.optimizer_impl]
-    adamw = {"lr": config.learning_rate, "betas": (0.9, 0.95)}
-    if config.optimizer == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9, **chosen)
-    elif config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, **adamw, **chosen)
-    else:
-        optimizer = SmallAdamW(groups, **adamw, bits=8 if config.optimizer == "adamw_8bit" else 16)
-    return StepInBackward(optimizer) if config.optimizer_in_backward else optimizer
+    """Return a config's optimizer of a model's parameters."""
+    return optimizers.build_optimizer(
+        model,
+        optimizer=config.optimizer,
+        implementation=config.optimizer_impl,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        in_backward=config.optimizer_in_backward,
+    )
 
 
-def build_loss(config: Config, where: torch.device, accumulates: bool) -> LossFn:
-    """Return the config's loss, summed over targets: in chunks, compiled, or neither."""
+def build_loss(config: Config, device: torch.device, accumulates: bool) -> LossFn:
+    """Return a config's loss, summed over targets: of all logits or in chunks, compiled or not."""
     loss_fn = partial(lm_loss_sum, chunk_tokens=config.loss_chunk_tokens)
-    if config.compile == compiling.OFF:
+    if not COMPILE_MODES[config.compile].is_on:
         return loss_fn
-    return compiling.CompiledLoss(loss_fn, config.compile, where, accumulates)
+    return compiling.CompiledLoss(loss_fn, config.compile, device, accumulates)
+
+
+def build_data(config: Config) -> Data:
+    """Return a resolved config's text as batches, with enough of it for its steps if there is."""
+    corpus = build_corpus(config)
+    blocks, held_out = corpus.split(config.seq_len)
+    order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
+    evaluation = []
+    for ids in held_out[order[:HELD_OUT_SEQUENCES]].split(config.micro_batch_size):
+        evaluation.append({"input_ids": ids, "labels": ids})
+    return Data(
+        batches=data.batches(blocks, config.micro_batch_size, config.seed),
+        held_out=evaluation,
+        corpus=corpus,
+        micro_batches_per_epoch=len(blocks) // config.micro_batch_size,
+    )
 
 
 def build_corpus(config: Config) -> data.Corpus:
-    """Return the config's text, with enough tokens for its steps if the source has them."""
-    tokenizer = pretrained_tokenizer(config.model) if config.weights == "pretrained" else None
+    """Return a config's text, with enough tokens for its steps if the source has them."""
+    is_pretrained = config.weights == "pretrained"
     return data.load_corpus(
         config.corpus,
         vocab_size=vocab_size(config.model),
         min_tokens=tokens_to_read(config),
-        tokenizer=tokenizer,
+        tokenizer=pretrained_tokenizer(config.model) if is_pretrained else None,
     )
 
 
 def tokens_to_read(config: Config) -> int:
     """Return how many tokens of text hold a config's steps, beside those held out."""
     trained = config.steps * config.tokens_per_step
-    return (
-        trained * data.HELD_OUT_EVERY // (data.HELD_OUT_EVERY - 1)
-        + config.seq_len * data.HELD_OUT_EVERY
-    )
-
-
-def build_batches(config: Config) -> tuple[Iterator[dict], list[dict], data.Corpus, int]:
-    """Return (endless training micro-batches, held-out micro-batches, corpus, micro-batches in an
-    epoch).
-    """
-    corpus = build_corpus(config)
-    blocks, held_out = corpus.split(config.seq_len)
-    stream = data.batches(blocks, config.micro_batch_size, config.seed)
-    order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[
-        :HELD_OUT_SEQUENCES
-    ]
-    evaluation = [
-        {"input_ids": ids, "labels": ids} for ids in held_out[order].split(config.micro_batch_size)
-    ]
-    return stream, evaluation, corpus, len(blocks) // config.micro_batch_size
-
-
-def build_experiment_model(config: Config, where: torch.device) -> nn.Module:
-    """Return the config's model on a device, in training mode; bfloat16 weights for `pure_bf16`,
-    else float32.
-    """
-    model = float32_model(config)
-    return model.to(
-        where, dtype=torch.bfloat16 if config.precision == "pure_bf16" else torch.float32
-    )
-
-
-def float32_model(config: Config, n_layer: int | None = None) -> nn.Module:
-    """Return the config's model, float32, on the CPU, in training mode; of another depth if
-    `n_layer` says so.
-    """
-    return build_model(
-        config.model,
-        seq_len=config.seq_len,
-        seed=config.seed,
-        weights=config.weights,
-        dropout=config.dropout,
-        activation=config.activation,
-        use_cache=config.use_cache,
-        attention=config.attention,
-        pad_vocab=config.pad_vocab,
-        gradient_checkpointing=config.gradient_checkpointing,
-        n_layer=n_layer,
-    )
+    with_held_out = trained * data.HELD_OUT_EVERY // (data.HELD_OUT_EVERY - 1)
+    return with_held_out + config.seq_len * data.HELD_OUT_EVERY

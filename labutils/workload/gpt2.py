@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from labutils.config.choices import ACTIVATIONS, CHECKPOINTING, MODELS, WEIGHTS, Model
 from labutils.techniques import checkpointing
 from labutils.techniques.attention import use_attention
-
-GPT2_VOCAB = 50257
-SIZES = {  # layers, heads, width, vocabulary
-    "gpt2-nano": (4, 4, 128, 2048),
-    "gpt2": (12, 12, 768, GPT2_VOCAB),
-    "gpt2-medium": (24, 16, 1024, GPT2_VOCAB),
-    "gpt2-large": (36, 20, 1280, GPT2_VOCAB),
-    "gpt2-xl": (48, 25, 1600, GPT2_VOCAB),
-}
-ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 class WeightsUnavailable(RuntimeError):
@@ -32,11 +25,11 @@ class WeightsUnavailable(RuntimeError):
 
 def vocab_size(model: str) -> int:
     """Return the number of rows of the embedding of the named size."""
-    return SIZES[model][3]
+    return MODELS[model].vocabulary
 
 
 def build_model(
-    model: str = "gpt2-nano",
+    model: str | Model = "gpt2-nano",
     *,
     seq_len: int = 1024,
     seed: int = 0,
@@ -49,49 +42,59 @@ def build_model(
     gradient_checkpointing: str = "none",
     n_layer: int | None = None,
 ) -> nn.Module:
-    """Return Hugging Face's GPT-2 of the named size, float32, on the CPU, in training mode.
+    """Return Hugging Face's GPT-2 of a named size, float32, on the CPU, in training mode.
+
+    A row of one's own in place of a name builds any other size.
 
     Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch
-    no network; positions beyond 1024 are allowed. Pretrained ones raise WeightsUnavailable within
-    seconds if they cannot be had.
-    `gradient_checkpointing="block"` keeps each block's input only and computes the block again in the backward pass;
-    `every_2` and so on do so for units of two blocks or more; `selective` and `offload`: see `checkpointing.Units`.
-    `attention`: see `use_attention`. `n_layer` builds another depth than the named one, with random weights.
+    no network; positions beyond 1024 are allowed. `n_layer` builds another depth than the named
+    one, with random weights. `gradient_checkpointing` is a policy: see `checkpointing.Units`;
+    `attention` a kernel: see `use_attention`.
+    Raises ValueError for an unknown name, and WeightsUnavailable, within seconds, if pretrained
+    weights cannot be had.
     """
-    GPT2Config, GPT2LMHeadModel = _transformers()
-    own_layers, n_head, n_embd, vocab = SIZES[model]
-    vocab = -(-vocab // 64) * 64 if pad_vocab else vocab
-    shape = {
-        "activation_function": ACTIVATIONS[activation],
+    row = model if isinstance(model, Model) else MODELS[model]
+    policy = CHECKPOINTING[gradient_checkpointing]
+    switches = {
+        "activation_function": ACTIVATIONS[activation].in_transformers,
         "resid_pdrop": dropout,
         "embd_pdrop": dropout,
         "attn_pdrop": dropout,
-        "use_cache": use_cache
-        and gradient_checkpointing == "none",  # a block computed again would write it twice
+        "use_cache": use_cache and not policy.is_on,  # a block computed again would write it twice
     }
     torch.manual_seed(seed)
-    if weights == "pretrained":
-        built = _pretrained(model, shape)
+    if WEIGHTS[weights].name == "pretrained":
+        built = _pretrained(row.name, switches)
     else:
-        built = GPT2LMHeadModel(
-            GPT2Config(
-                n_layer=n_layer or own_layers,
-                n_head=n_head,
-                n_embd=n_embd,
-                vocab_size=vocab,
-                n_positions=max(seq_len, 1024),
-                bos_token_id=0,
-                eos_token_id=0,
-                **shape,
-            )
-        )
-    if gradient_checkpointing != "none":
+        built = _random(row, n_layer, seq_len, pad_vocab, switches)
+    if policy.is_on:
         blocks = built.transformer.h
-        built.transformer.h = checkpointing.Units(
-            blocks, gradient_checkpointing, built.config.attn_pdrop
-        )
+        built.transformer.h = checkpointing.Units(blocks, policy.name, built.config.attn_pdrop)
     use_attention(built, attention)
     return built.train()  # from_pretrained returns eval(), which switches dropout off silently
+
+
+# The keys of a config that `build_model` takes: a new switch of the model is one more argument.
+MODEL_KEYS = [key for key in inspect.signature(build_model).parameters if key != "n_layer"]
+
+
+def _random(
+    row: Model, n_layer: int | None, seq_len: int, pad_vocab: bool, switches: dict[str, Any]
+) -> nn.Module:
+    GPT2Config, GPT2LMHeadModel = _transformers()
+    padded = -(-row.vocabulary // 64) * 64
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=n_layer or row.n_layer,
+            n_head=row.n_head,
+            n_embd=row.width,
+            vocab_size=padded if pad_vocab else row.vocabulary,
+            n_positions=max(seq_len, 1024),
+            bos_token_id=0,
+            eos_token_id=0,
+            **switches,
+        )
+    )
 
 
 def _transformers() -> tuple[type, type]:

@@ -26,8 +26,9 @@ import torch
 
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
+from labutils.machine import here
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
-from labutils.prediction.memory import Sweep
+from labutils.prediction.memory import BatchSizes
 from labutils.prediction.replay import STEPS
 from labutils.techniques import precision
 from labutils.training.loop import train
@@ -204,10 +205,10 @@ class Trials:
 
 def row(config: Config, largest_gib: float) -> dict[str, int] | str:
     """Return a config's figures in bytes, or why there are none."""
-    support = precision.support(config.precision, CUDA)
+    support = here.support(config.precision, CUDA)
     if not support.ok:
         return support.reason
-    if not Sweep(config, "this").at(config.micro_batch_size).fits(largest_gib):
+    if not BatchSizes(config, here.card(CUDA)).at(config.micro_batch_size).fits(largest_gib):
         return f"predicted to need more than {largest_gib:g} GiB"
     trials = Trials(config)
     plain, expandable = trials.run(), trials.run(expandable=True)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from labutils.config.choices import MODELS
 from labutils.config.schema import Config
 from labutils.techniques import precision
 from labutils.training.loop import to_device, train
@@ -25,7 +26,6 @@ from labutils.workload.build import (
     build_optimizer,
     float32_model,
 )
-from labutils.workload.gpt2 import SIZES
 
 Batch = dict[str, torch.Tensor]
 LOGGING_STEPS = 5
@@ -46,8 +46,9 @@ def hugging_faces_model(config: Config, where: torch.device, **switches: Any) ->
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    n_layer, n_head, n_embd, vocab = SIZES[config.model]
-    shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "vocab_size": vocab}
+    row = MODELS[config.model]
+    vocab = row.vocabulary
+    shape = {"n_layer": row.n_layer, "n_head": row.n_head, "n_embd": row.width, "vocab_size": vocab}
     shape |= {"n_positions": max(1024, config.seq_len), "bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(**shape, **switches))
     model.loss_type = "ForCausalLM"
@@ -180,7 +181,8 @@ class PlainGPT(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        n_layer, n_head, width, _ = SIZES[config.model]
+        row = MODELS[config.model]
+        n_layer, n_head, width = row.n_layer, row.n_head, row.width
         weights = initial_weights(config)
         vocab = len(weights["transformer.wte.weight"])
         self.tokens, self.positions = (

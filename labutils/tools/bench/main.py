@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from labutils.config.reader import load_config
+from labutils.config.resolve import resolve
 from labutils.config.schema import Config, ConfigError
 from labutils.files import commit, new_id, runs_dir, write_atomically
+from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.machine.here import device_name, environment
 from labutils.prediction.memory import needed_gib, predict_memory
-from labutils.techniques import precision
 from labutils.tools.bench import gpu_suite, scale
 from labutils.tools.bench.compare import Row, run, save, table
 
@@ -130,10 +131,7 @@ def benchmark_config(where: torch.device, overrides: dict[str, Any]) -> Config:
         raise ConfigError(
             "bench: the other arms keep float32 weights; precision: bf16 compares like with like"
         )
-    has_bf16 = precision.support("bf16", where).ok
-    return config.model_copy(
-        update={"precision": precision.without_choice(config.precision, has_bf16)}
-    )
+    return resolve(config, here.card(where)).config
 
 
 def _batch_that_fits(model: str, seq_len: int) -> int:
@@ -196,7 +194,7 @@ def ablation_rows(
         if all(getattr(config, key) == value for key, value in changes.items()):
             continue
         row = Row(name, "ours", config.model_copy(update=changes))
-        answer = precision.support(row.config.precision, where)
+        answer = here.support(row.config.precision, where)
         row.failed = answer.reason if not answer.ok else ""
         rows.append(row)
     for name, arm in (

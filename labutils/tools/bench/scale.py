@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from labutils.config.choices import Model
 from labutils.memory.device_memory import free_memory
 from labutils.memory.measure import measure_step
 from labutils.prediction.memory import predict_module
@@ -24,7 +25,7 @@ from labutils.techniques import precision
 from labutils.techniques.loss import lm_loss_sum
 from labutils.training.loop import to_device, train
 from labutils.training.speed import flops_per_token
-from labutils.workload.gpt2 import SIZES, build_model
+from labutils.workload.gpt2 import build_model
 
 SWITCHES = {"dropout": 0.0, "activation": "gelu_tanh"}
 TIMED = 8
@@ -42,11 +43,9 @@ class Shape:
 
     def model(self) -> torch.nn.Module:
         """Return the model, float32, on the CPU."""
-        SIZES["scale"] = (self.n_layer, max(1, self.width // 64), self.width, self.vocab)
-        try:
-            return build_model("scale", seq_len=self.seq_len, **SWITCHES)
-        finally:
-            del SIZES["scale"]
+        heads = max(1, self.width // 64)
+        row = Model("scale", "", self.n_layer, heads, self.width, self.vocab)
+        return build_model(row, seq_len=self.seq_len, **SWITCHES)
 
 
 @dataclass

@@ -94,7 +94,10 @@ def main(arm: str, config_json: str, *numbers: str) -> None:
     if arm == "ours":
         model = float32_model(config)
         flops, source = peak_rate(config.precision, where)
-        dtype, n = precision.COMPUTE_DTYPE[config.precision], 8192 if where.type == "cuda" else 1024
+        dtype, n = (
+            precision.products_dtype(config.precision),
+            8192 if where.type == "cuda" else 1024,
+        )
         with precision.tf32(config.precision == "tf32"):
             product = matmul_rate(dtype, where, n)
         facts |= {

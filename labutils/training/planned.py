@@ -1,0 +1,99 @@
+"""What a run will be: its record before it begins, and what is said of it."""
+
+from __future__ import annotations
+
+import torch
+
+from labutils.config.resolve import Run
+from labutils.config.schema import Config, ConfigError
+from labutils.files import commit
+from labutils.machine import here
+from labutils.memory.device_memory import without_expandable_segments
+from labutils.training import distributed
+from labutils.training.code_version import code_version
+from labutils.training.records import RunRecord, state_files
+from labutils.training.saved_state import Saver
+from labutils.workload.build import Data
+
+
+def require_equal_shares(config: Config, resume: bool) -> None:
+    """Raise ConfigError if the processes of a torchrun cannot share a step, or save its state."""
+    n = distributed.world_size()
+    if config.grad_accum_steps % n:
+        raise ConfigError(
+            f"{config.name}: `tokens_per_step`: {config.tokens_per_step} tokens are "
+            f"{config.grad_accum_steps} micro-batches, which {n} processes cannot share equally"
+        )
+    if n > 1 and (resume or config.save_every):
+        raise ConfigError(
+            f"{config.name}: `save_every`: states are saved in a single process only; set it to 0"
+        )
+
+
+def planned_record(
+    config: Config, run: Run, device: torch.device, data: Data, repeat: int
+) -> RunRecord:
+    """Return the record that a run will fill."""
+    return RunRecord(
+        id="",
+        created="",
+        name=config.name,
+        note=config.note,
+        config=run.config.model_dump(exclude={"when_cpu", "overrides"}),
+        environment={**_environment(run.config, device), "commit": commit()},
+        corpus=data.corpus.digest,
+        code=code_version(),
+        repeat=repeat,
+        steps_planned=run.steps,
+        tokens_per_step=run.config.tokens_per_step,
+    )
+
+
+def _environment(config: Config, device: torch.device) -> dict[str, str]:
+    """Return what a record says about the machine, and about how it was limited."""
+    found = here.environment(device)
+    if device.type == "cuda" and config.memory_limit_gib:
+        limit = f"{config.memory_limit_gib:g} GiB"
+        found["memory limit"] = f"{limit}, emulated: of the allocator, without the context"
+    if device.type == "cuda" and config.expandable_segments:
+        missing = without_expandable_segments()
+        default = f"default; expandable segments: {missing}"
+        found["allocator"] = default if missing else "expandable segments"
+    if distributed.world_size() > 1:
+        found["processes"] = str(distributed.world_size())
+    return found
+
+
+def announce(config: Config, run: Run, device: torch.device) -> None:
+    """Print each value that does not come from the main part of the file."""
+    for line in config.changes(device.type):
+        print(f"{config.name}: {line}")
+    if config.memory_limit_gib and device.type != "cuda":
+        print(f"{config.name}: memory_limit_gib is of CUDA's allocator: a CPU run ignores it")
+    missing = device.type == "cuda" and without_expandable_segments()
+    if config.expandable_segments and missing:
+        print(
+            f"{config.name}: expandable_segments: {missing}, so torch's default allocator runs: "
+            "it needs more memory"
+        )
+    if run.steps != run.config.steps:
+        print(f"{config.name}: steps = {run.steps} (not {run.config.steps}: {run.reason})")
+
+
+def announce_state(config: Config, saver: Saver, resume: bool, done: int) -> None:
+    """Print where a run begins, if there are or could be saved states."""
+    name = config.name
+    if not resume:
+        if saver.left:
+            print(
+                f"{name}: begins at step 0; an unfinished run has left a state: "
+                "--resume would continue it"
+            )
+        return
+    if not done:
+        others = "; `python -m labutils runs` lists those of other runs" if state_files() else ""
+        print(f"{name}: begins at step 0: it has no saved state{others}")
+        return
+    print(f"{name}: continues after step {done}")
+    if not config.save_every:
+        print(f"{name}: save_every is 0, so no further state will be saved")
