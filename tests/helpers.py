@@ -12,6 +12,10 @@ import torch
 from torch import nn
 
 import labutils as lab
+from labutils.config.resolve import resolve
+from labutils.machine import here
+from labutils.prediction.memory import BatchSizes
+from labutils.techniques.schedule import learning_rate_at
 
 REPO = Path(__file__).resolve().parent.parent
 slow = pytest.mark.slow
@@ -84,6 +88,28 @@ def regression_batches(n: int, size: int = 6, seed: int = 0) -> list[dict[str, t
 
 def squared_error_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (model(batch["x"]).float() - batch["y"]).square().sum()
+
+
+def rate_of(step: int, config: lab.Config) -> float:
+    """The learning rate of a config's step."""
+    return learning_rate_at(
+        step,
+        highest=config.learning_rate,
+        schedule=config.lr_schedule,
+        warmup_steps=config.lr_warmup_steps,
+        steps=config.steps,
+    )
+
+
+def on(device: str, config: lab.Config) -> lab.Config:
+    """The config as it runs on a card."""
+    return resolve(config, here.card_of(device)).config
+
+
+def sizes_on(device: str, config: lab.Config) -> BatchSizes:
+    """Predictions for a config on a card, at any micro-batch size."""
+    card = here.card_of(device)
+    return BatchSizes(resolve(config, card).config, card)
 
 
 def count_rows(batch: dict[str, torch.Tensor]) -> int:

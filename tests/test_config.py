@@ -9,6 +9,7 @@ import yaml
 
 from labutils.config.reader import load_config, parse_overrides
 from labutils.config.schema import KEYS, ConfigError, schema_text
+from labutils.tools.configs import commented
 from tests.helpers import REPO, committed
 
 NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized", "accumulation", "checkpointing")
@@ -298,13 +299,23 @@ def test_corpus_path_is_relative_to_the_file(write, tmp_path):
     assert config.corpus == str((tmp_path / "mine.txt").resolve())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_comments_of_the_shipped_configs_are_those_of_the_rows(name):
+    text = committed(f"configs/{name}_config.yaml")
+    assert commented(text, committed("configs/fp32_config.yaml")) == text, "run `make configs`"
+    assert "$schema=schema.json" in text
+
+
+def test_a_key_that_is_new_is_added_with_its_default():
+    text = "name: x\n\nwhen_cpu:\n  model: gpt2-nano\n"
+    added = commented(text, committed("configs/fp32_config.yaml"))
+    assert "\nexpandable_segments: false" in added.partition("when_cpu:")[0]
+
+
 def test_schema_file_equals_the_model():
     written = (REPO / "configs" / "schema.json").read_text(encoding="utf-8")
-    help_text = "write labutils.config.schema_text() to configs/schema.json"
-    assert json.loads(written) == json.loads(schema_text()), help_text
+    assert json.loads(written) == json.loads(schema_text()), "run `make configs`"
     assert set(json.loads(schema_text())["properties"]) == {*KEYS, "when_cpu"}
-    for name in NAMES:
-        assert "$schema=schema.json" in committed(f"configs/{name}_config.yaml")
 
 
 def test_check_needs_no_torch():

@@ -9,14 +9,14 @@ import torch
 
 import labutils as lab
 from labutils.config import reader
-from labutils.techniques import precision
-from labutils.techniques.checkpointing import BLOCKS_PER_UNIT
-from labutils.techniques.schedule import learning_rate_at
+from labutils.config.choices import CHECKPOINTING
+from labutils.machine import here
 from labutils.training import experiment
 from labutils.training.experiment import run_experiment
 from labutils.training.speed import UNTIMED_STEPS
-from labutils.workload.build import build_batches, build_experiment_model, build_optimizer
-from tests.helpers import CPU, slow
+from labutils.workload import build as workload_build
+from labutils.workload.build import build_data, build_experiment_model, build_optimizer
+from tests.helpers import CPU, rate_of, slow
 
 TINY = {
     "name": "tiny",
@@ -70,7 +70,7 @@ def test_values_of_the_config_reach_training_and_measurement(calls):
     assert options["max_grad_norm"] == 0.5
     assert options["scaler"].is_enabled()
     assert options["scaler"].get_growth_interval() == 7
-    assert options["learning_rate_at"](2) == learning_rate_at(
+    assert options["learning_rate_at"](2) == rate_of(
         2, lab.load_config("fp16", **TINY, learning_rate=1e-3)
     )
     assert optimizer.defaults["fused"]
@@ -88,7 +88,8 @@ def test_run_equals_the_loop_written_out(runs):
     config = lab.load_config("fp32", **TINY, dropout=0.0, learning_rate=1e-2, max_grad_norm=0.3).on(
         "cpu"
     )
-    stream, _, corpus, _ = build_batches(config)
+    batches = build_data(config)
+    stream, corpus = batches.batches, batches.corpus
     model = build_experiment_model(config, CPU)
     optimizer = build_optimizer(model, config)
     for step in range(3):
@@ -97,7 +98,7 @@ def test_run_equals_the_loop_written_out(runs):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, config)
+            group["lr"] = rate_of(step, config)
         optimizer.step()
         optimizer.zero_grad()
         assert record.series.loss[step] == pytest.approx(loss.item(), rel=1e-5)
@@ -121,7 +122,8 @@ def test_held_out_text_is_not_trained_on_and_does_not_depend_on_the_batch():
     found = []
     for size in (2, 4):
         config = lab.load_config("fp32", **(TINY | {"micro_batch_size": size})).on("cpu")
-        _, held_out, corpus, _ = build_batches(config)
+        batches = build_data(config)
+        held_out, corpus = batches.held_out, batches.corpus
         train, _ = corpus.split(16)
         found.append(torch.cat([b["input_ids"] for b in held_out]))
         trained = {tuple(row) for row in train.tolist()}
@@ -130,10 +132,10 @@ def test_held_out_text_is_not_trained_on_and_does_not_depend_on_the_batch():
 
 
 def test_slow_precision_runs_fewer_steps_and_the_record_says_so(runs, monkeypatch):
-    monkeypatch.setattr(precision, "_cpu_slowdown", lambda dtype: 100.0)
+    monkeypatch.setattr(here, "cpu_slowdown", lambda dtype: 100.0)
     record = run("bf16", steps=9)
     assert (record.steps_planned, len(record.series.loss), record.config["steps"]) == (8, 8, 9)
-    monkeypatch.setattr(precision, "_cpu_slowdown", lambda dtype: 1.0)
+    monkeypatch.setattr(here, "cpu_slowdown", lambda dtype: 1.0)
     assert len(run("bf16", steps=9).series.loss) == 9
 
 
@@ -147,7 +149,7 @@ def test_timing_leaves_the_first_steps_out_and_counts_tokens(runs):
 def test_epochs_count_micro_batches(runs):
     record = run()
     config = lab.load_config("fp32", **TINY).on("cpu")
-    _, _, corpus, _ = build_batches(config)
+    corpus = build_data(config).corpus
     train, _ = corpus.split(16)
     assert record.epochs == pytest.approx(3 * 2 / (len(train) // 2))
 
@@ -192,7 +194,7 @@ def test_running_out_of_memory_while_measuring_keeps_the_training(runs, monkeypa
 # model
 SWITCHES = [
     *({"precision": name} for name in ("fp16", "bf16", "pure_bf16")),
-    *({"gradient_checkpointing": policy} for policy in BLOCKS_PER_UNIT),
+    *({"gradient_checkpointing": policy} for policy in CHECKPOINTING),
     *({"attention": kernel, "dropout": 0.0} for kernel in ("eager", "sdpa", "math", "flash")),
     {"loss_chunk_tokens": 8},
     {"use_cache": True},
@@ -239,7 +241,7 @@ def left_alive_by(call, monkeypatch, **changes):
         references.extend(weakref.ref(p) for p in model.parameters())
         return model
 
-    monkeypatch.setattr(experiment, "build_experiment_model", build)
+    monkeypatch.setattr(workload_build, "build_experiment_model", build)
     call(**changes)
     lab.free_memory()
     assert len(references) > 20

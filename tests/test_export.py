@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.config.cards import PrecisionUnsupported
 from labutils.config.reader import load_config
 from labutils.config.schema import ConfigError
 from labutils.techniques import optimizers
-from labutils.techniques.precision import PrecisionUnsupported
 from labutils.tools.cli import main
 from labutils.tools.export import script
 from tests.helpers import CPU, REPO, fill_hub_cache, slow
@@ -315,7 +315,7 @@ def test_pretrained_weights_give_the_same_losses(tmp_path):
     """The hub refuses; its cache has them."""
     fill_hub_cache(tmp_path)
     code = (
-        "import runpy, labutils as lab, labutils.workload.gpt2 as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
+        "import runpy, labutils as lab, labutils.workload.gpt2 as m; m.MODELS['gpt2'] = m.MODELS['gpt2-nano']\n"
         "from labutils.tools.export import script; from pathlib import Path; from tests.test_export import small\n"
         "config = small('fp32', model='gpt2', weights='pretrained')\n"
         "record = lab.run_experiment(config, rerun=True, progress=False)\n"

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.config.choices import MODELS
 from labutils.prediction.arithmetic import MODEL_PARAMETERS, closed_form, n_parameters, static_gib
-from labutils.prediction.fit import ROUGHLY
 from labutils.prediction.memory import predict_memory
-from labutils.workload.gpt2 import SIZES
 from tests.helpers import slow
 
 
-@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize("model", MODELS)
 def test_parameters_are_counted_from_the_shape(model):
     with torch.device("meta"):  # where old versions of transformers do not tie the output embedding
         named = lab.build_model(model).named_parameters()
@@ -50,7 +49,7 @@ def test_closed_form_is_roughly_the_ledger(batch, seq_len):
             "fp32", precision=name, gradient_checkpointing=block, loss_chunk_tokens=chunk, **shape
         )
         ratio = closed_form(config).peak_bytes / predict_memory(config).peak_bytes
-        assert 0.875 < ratio < ROUGHLY, (name, block, chunk, ratio)
+        assert 0.875 < ratio < 1.1, (name, block, chunk, ratio)
 
 
 def test_what_the_saying_gets_wrong():

@@ -12,17 +12,16 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.config.choices import CHECKPOINTING
 from labutils.files import runs_dir
 from labutils.machine import gpu as device
 from labutils.machine import here
-from labutils.machine.gpu import card_named
+from labutils.machine.here import card_of
 from labutils.memory import device_memory as memory
 from labutils.memory.device_memory import cap_to_free, cuda_memory
 from labutils.memory.tensors import tensor_bytes
 from labutils.prediction import replay
-from labutils.prediction.memory import Sweep
 from labutils.techniques import precision
-from labutils.techniques.checkpointing import BLOCKS_PER_UNIT
 from labutils.techniques.schedule import learning_rate_at
 from labutils.tools.bench.allocator_table import BLOCK, CHUNKS, LEAN, Trials
 from labutils.tools.cli import main
@@ -32,11 +31,12 @@ from labutils.training.records import load_record
 from labutils.training.speed import peak_rate
 from labutils.training.step_log import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import REPO
+from tests.helpers import REPO, sizes_on
 
 pytestmark = pytest.mark.gpu
 card = pytest.mark.gpu_card  # with the reason beside it; never on a test of memory
 CUDA = torch.device("cuda")
+POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]
 SMALL = {
     "model": "gpt2-nano",
     "seq_len": 64,
@@ -121,7 +121,7 @@ LEDGER_SHAPES = [
         for name, block in (("fp32", "none"), ("bf16", "none"), ("bf16", "block"))
         for shape in ((1, 128), (2, 1024), (4, 1024))
     ),
-    *(("gpt2", name, policy, 4, 1024) for name in ("fp32", "bf16") for policy in BLOCKS_PER_UNIT),
+    *(("gpt2", name, policy, 4, 1024) for name in ("fp32", "bf16") for policy in POLICIES),
 ]
 
 
@@ -137,7 +137,7 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
         "fp32", model=model, precision=name, gradient_checkpointing=block, **shape
     )
     predicted = lab.predict_memory(config, "this")
-    if lab.needed_gib(predicted) > card_named("this").memory_gib:
+    if lab.needed_gib(predicted) > card_of("this").memory_gib:
         pytest.skip("this card is too small for it")
     lab.free_memory()
     built = build_experiment_model(config, CUDA)
@@ -216,7 +216,7 @@ def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
         "fp32", **{"micro_batch_size": 1, "tokens_per_step": 1024} | changes
     ).on("cuda")
     config = config.model_copy(update={"expandable_segments": expandable})
-    found = Sweep(config, "this").at(1)
+    found = sizes_on("this", config).at(1)
     ours = found.with_expandable if expandable else found.with_default
     trials = Trials(config)
     statistics = trials.run(expandable=expandable)
@@ -343,13 +343,13 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         plain = gradient("none", "math")
-        for policy in BLOCKS_PER_UNIT:
+        for policy in POLICIES:
             assert torch.equal(gradient(policy, "math"), plain), policy
     finally:
         torch.use_deterministic_algorithms(False)
     plain, again = gradient("none", "auto"), gradient("none", "auto")
     spread = 4 * (again - plain).norm() + 1e-6 * plain.norm()
-    for policy in BLOCKS_PER_UNIT:
+    for policy in POLICIES:
         assert (gradient(policy, "auto") - plain).norm() <= spread, policy
 
 
@@ -462,10 +462,10 @@ def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch
 
     whole, real = run(), learning_rate_at
 
-    def stopping(step, config):
+    def stopping(step, **schedule):
         if step == 5:
             raise KeyboardInterrupt
-        return real(step, config)
+        return real(step, **schedule)
 
     monkeypatch.setattr(experiment, "learning_rate_at", stopping)
     run()

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import labutils as lab
-from labutils.techniques.checkpointing import ATTENTION, BLOCKS_PER_UNIT
+from labutils.config.choices import CHECKPOINTING, MODELS
+from labutils.techniques.checkpointing import ATTENTION
 from labutils.techniques.loss import ChunkedLoss
-from labutils.workload.gpt2 import SIZES
 from tests.helpers import REPO, fill_hub_cache, slow
+
+POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_every_checkpointing_policy_leaves_loss_and_gradients_unchanged(name, dr
     batch = {"input_ids": ids, "labels": ids}
     results = {}
     with lab.autocast(name, torch.device("cpu")):
-        for policy in ("none", *BLOCKS_PER_UNIT):
+        for policy in CHECKPOINTING:
             model = lab.build_model(dropout=dropout, gradient_checkpointing=policy)
             results[policy] = gradients(model, lab.lm_loss_sum, batch)
     for policy, (loss, gradient) in results.items():
@@ -137,7 +139,9 @@ def kept_bytes(model):
     return sum(tensors.values())
 
 
-@pytest.mark.parametrize("policy", [p for p in BLOCKS_PER_UNIT if p != "offload"])
+@pytest.mark.parametrize(
+    "policy", [row.name for row in CHECKPOINTING.values() if row.is_on and not row.to_host]
+)
 def test_checkpointing_is_active_in_eval_mode_too(policy):
     """Hugging Face's own switch is silently off in eval(), where from_pretrained leaves a model."""
     plain = kept_bytes(lab.build_model(dropout=0.0).eval())
@@ -213,16 +217,24 @@ SWITCHES = [
 def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    layers, heads, width, vocab = SIZES["gpt2-nano"]
+    row = MODELS["gpt2-nano"]
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(0)
     plain = GPT2LMHeadModel(
-        GPT2Config(n_layer=layers, n_head=heads, n_embd=width, vocab_size=vocab, **off)
+        GPT2Config(
+            n_layer=row.n_layer,
+            n_head=row.n_head,
+            n_embd=row.width,
+            vocab_size=row.vocabulary,
+            **off,
+        )
     ).train()
     ours = lab.build_model(dropout=0.0, **switches)
     ours.load_state_dict(plain.state_dict())
     batch = {
-        "input_ids": torch.randint(1, vocab, (3, 40), generator=torch.Generator().manual_seed(1))
+        "input_ids": torch.randint(
+            1, row.vocabulary, (3, 40), generator=torch.Generator().manual_seed(1)
+        )
     }
     batch["labels"] = batch["input_ids"].clone()
     if padded:
@@ -370,7 +382,7 @@ def test_cached_pretrained_weights_load_in_training_mode(tmp_path):
     """The real loading code reads it."""
     saved = fill_hub_cache(tmp_path)
     code = (
-        "import sys, labutils as lab, labutils.workload.gpt2 as m; m.SIZES['gpt2'] = m.SIZES['gpt2-nano']\n"
+        "import sys, labutils as lab, labutils.workload.gpt2 as m; m.MODELS['gpt2'] = m.MODELS['gpt2-nano']\n"
         "model = lab.build_model('gpt2', weights='pretrained', dropout=0.25)\n"
         "print(model.training, model.config.resid_pdrop, model.transformer.wpe.weight.sum().item())\n"
         "print(m.pretrained_tokenizer('gpt2').get_vocab_size())"
@@ -407,7 +419,8 @@ def test_import_costs_nothing():
 def test_units_group_so_many_blocks_and_run_each_twice():
     ids = torch.zeros((1, 16), dtype=torch.int64)
     runs = []
-    for policy, size in BLOCKS_PER_UNIT.items():
+    for policy in POLICIES:
+        size = CHECKPOINTING[policy].blocks_per_unit
         model = lab.build_model(n_layer=7, dropout=0.0, gradient_checkpointing=policy)
         units = list(model.transformer.h)
         assert len(units) == -(-7 // size)

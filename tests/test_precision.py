@@ -5,18 +5,25 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import labutils as lab
+from labutils.config.cards import Card, Gpu, PrecisionUnsupported
+from labutils.config.choices import PRECISIONS, SIXTEEN_BIT
+from labutils.config.resolve import fewer_steps, precision_on, resolve
 from labutils.machine import here
 from labutils.machine.here import matmul_rate
 from labutils.techniques import precision
-from labutils.techniques.precision import PrecisionUnsupported, Support, cuda_support, steps_for
-from labutils.training import speed
 from labutils.training.speed import datasheet_tflops, peak_rate
 from tests.helpers import CPU
+
+
+def gpu(capability, bf16=None) -> Card:
+    return Card("some card", 8.0, Gpu(capability, 40, 1024, bf16))
+
 
 CARDS = {  # compute capability, BF16 hardware → precisions with fast hardware, precisions refused
     "GTX 1080": ((6, 1), False, set(), {"tf32", "bf16"}),
@@ -31,7 +38,7 @@ CARDS = {  # compute capability, BF16 hardware → precisions with fast hardware
 @pytest.mark.parametrize("card", CARDS)
 def test_support_of_named_cards(card):
     capability, bf16, fast, refused = CARDS[card]
-    answers = {p: cuda_support(p, capability, bf16) for p in ("tf32", "fp16", "bf16")}
+    answers = {p: gpu(capability, bf16).support(p) for p in ("tf32", "fp16", "bf16")}
     assert {p for p, a in answers.items() if not a.ok} == refused
     assert {p for p, a in answers.items() if a.ok and not a.slow} == fast
     assert all(a.reason for a in answers.values())
@@ -40,29 +47,36 @@ def test_support_of_named_cards(card):
 
 def test_emulated_bf16_is_not_support(monkeypatch):
     """Asked for BF16 on a T4, torch says yes unless emulation is left out."""
+    facts = SimpleNamespace(
+        major=7, minor=5, multi_processor_count=40, max_threads_per_multi_processor=1024
+    )
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
     )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    answers = {p: precision.support(p, torch.device("cuda")).ok for p in precision.PRECISIONS}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(here, "free_bytes", lambda device: 2**33)
+    answers = {p: here.support(p, torch.device("cuda")).ok for p in PRECISIONS}
     assert answers == {"fp32": True, "tf32": False, "fp16": True, "bf16": False, "pure_bf16": False}
 
 
 def test_tf32_is_refused_on_a_cpu_with_a_way_out():
     with pytest.raises(PrecisionUnsupported, match=r"tf32 cannot run here.*use fp32"):
-        precision.require("tf32", CPU)
+        here.card(CPU).require("tf32")
 
 
 def test_cpu_probe_answers_from_the_measured_ratio(monkeypatch):
     for ratio, slow in ((1.1, False), (80.0, True)):
-        monkeypatch.setattr(precision, "_cpu_slowdown", lambda dtype, ratio=ratio: ratio)
-        assert precision.support("bf16", CPU).slow is slow
+        monkeypatch.setattr(here, "cpu_slowdown", lambda dtype, ratio=ratio: ratio)
+        assert here.support("bf16", CPU).slow is slow
 
 
 def test_slow_precision_runs_fewer_steps_never_more():
-    slow, fast = Support(True, True, ""), Support(True, False, "")
-    assert [steps_for(n, slow) for n in (4, 60, 800)] == [4, 8, 100]
-    assert steps_for(60, fast) == 60
+    assert [fewer_steps(n) for n in (4, 60, 800)] == [4, 8, 100]
+    config = lab.load_config("bf16")
+    for ratio, steps in ((80.0, 8), (1.1, 60)):
+        cpu = Card("cpu", 8.0, slowdown=lambda dtype, ratio=ratio: ratio)
+        run = resolve(config, cpu, to_train=True)
+        assert (run.steps, run.config.steps) == (steps, 60) and "bfloat16" in run.reason
 
 
 def test_tf32_switch_is_put_back():
@@ -92,9 +106,9 @@ def test_autocast_gives_the_dtype_of_the_precision(name, dtype):
 ASKED = {
     "autocast": lambda name: precision.autocast(name, CPU),
     "grad_scaler": lambda name: precision.grad_scaler(name, CPU),
-    "support": lambda name: precision.support(name, CPU),
-    "cuda_support": lambda name: precision.cuda_support(name, (8, 0), True),
-    "require": lambda name: precision.require(name, CPU),
+    "support": lambda name: here.support(name, CPU),
+    "support of a card": lambda name: gpu((8, 0)).support(name),
+    "require": lambda name: here.card(CPU).require(name),
     "peak_rate": lambda name: peak_rate(name, CPU),
 }
 
@@ -106,27 +120,22 @@ def test_what_is_no_precision_is_refused_with_the_choices(ask, name):
         ask(name)
 
 
-def test_a_choice_between_precisions_is_no_precision_until_it_is_made():
-    with pytest.raises(ValueError, match="without_choice"):
+def test_16bit_is_no_precision_until_a_card_decides():
+    with pytest.raises(ValueError, match="'16bit' is not one of the precisions"):
         precision.autocast("16bit", CPU)
-    assert [precision.without_choice("16bit", has_bf16) for has_bf16 in (True, False)] == [
-        "bf16",
-        "fp16",
-    ]
-    assert [precision.without_choice(p, False) for p in precision.PRECISIONS] == list(
-        precision.PRECISIONS
-    )
-    with pytest.raises(ValueError, match="pure_bf16, 16bit"):
-        precision.without_choice("half", True)
+    assert [precision_on("16bit", gpu(c)) for c in ((8, 0), (7, 5))] == ["bf16", "fp16"]
+    assert [precision_on(p, gpu((7, 5))) for p in PRECISIONS] == list(PRECISIONS)
+    with pytest.raises(ValueError, match="'half'"):
+        precision_on("half", gpu((8, 0)))
 
 
 def test_configs_know_the_same_precisions():
     choices = set(lab.Config.model_fields["precision"].annotation.__args__)
-    assert choices == {*precision.PRECISIONS, precision.CHOICE}
+    assert choices == {*PRECISIONS, SIXTEEN_BIT.name}
 
 
 def test_only_fp16_is_scaled():
-    scaled = {p for p in precision.PRECISIONS if precision.grad_scaler(p, CPU).is_enabled()}
+    scaled = {p for p in PRECISIONS if precision.grad_scaler(p, CPU).is_enabled()}
     assert scaled == {"fp16"}
 
 
@@ -158,7 +167,7 @@ def test_datasheet_peak_belongs_to_the_very_card(card, fp16):
 
 def test_peak_rate_of_a_known_card_is_its_datasheets(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    rates = {p: peak_rate.__wrapped__(p, torch.device("cuda"))[0] for p in precision.PRECISIONS}
+    rates = {p: peak_rate.__wrapped__(p, torch.device("cuda"))[0] for p in PRECISIONS}
     assert rates == {
         "fp32": 67e12,
         "tf32": 494e12,
@@ -219,7 +228,9 @@ def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
     torch.set_num_threads(2)
     try:
         for dtype in (torch.float16, torch.bfloat16):
-            ratios = [precision._cpu_slowdown.__wrapped__(dtype) for _ in range(5)]
+            ratios = [
+                here.cpu_slowdown.__wrapped__(str(dtype).removeprefix("torch.")) for _ in range(5)
+            ]
             assert max(ratios) < 3 * min(ratios), ratios
     finally:
         torch.set_num_threads(threads)
@@ -227,9 +238,9 @@ def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
 
 def test_the_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
     rates = {torch.float32: 1e12, torch.bfloat16: 3e12, torch.float16: 5e11}
-    monkeypatch.setattr(speed, "matmul_rate", lambda dtype, device, n: rates[dtype])
+    monkeypatch.setattr(here, "matmul_rate", lambda dtype, device, n: rates[dtype])
     monkeypatch.setattr(
-        precision, "_cpu_slowdown", lambda dtype: rates[torch.float32] / rates[dtype]
+        here, "cpu_slowdown", lambda name: rates[torch.float32] / rates[getattr(torch, name)]
     )
     found = {p: peak_rate.__wrapped__(p, CPU) for p in ("fp32", "fp16", "bf16", "pure_bf16")}
     assert {p: rate for p, (rate, _) in found.items()} == {

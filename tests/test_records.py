@@ -216,7 +216,6 @@ def test_losses_are_compared_at_equal_tokens():
         ({"corpus": "d"}, "corpus"),
         ({"environment": {"device": "b", "torch": "1"}}, "device"),
         ({"environment": {"device": "a", "torch": "2"}}, "torch version"),
-        ({"environment": {"device": "a", "torch": "1", "malloc": "returns them"}}, "malloc"),
         ({"code": "x"}, "code version"),
         ({"tokens_per_step": 20}, "tokens per step"),
     ],

@@ -8,22 +8,23 @@ import csv
 import json
 import statistics
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
-from labutils.prediction.resolve import resolve
 
 import labutils as lab
+from labutils.config import cards
 from labutils.config.cards import CONTEXT_GIB
 from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import ROUNDING, WORKSPACES
-from labutils.prediction import replay
-from labutils.prediction import traces as predict
+from labutils.prediction import memory as prediction
+from labutils.prediction import replay, traces
 from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
-from labutils.prediction.memory import Prediction, Sweep
+from labutils.prediction.memory import Prediction, allocator_settings
 from labutils.prediction.trace import BIRTH, LASTING
-from labutils.prediction.traces import _settings, _trace
+from labutils.prediction.traces import _traced
 from labutils.techniques import optimizers
-from tests.helpers import slow
+from tests.helpers import sizes_on, slow
 
 CARDS = {"NVIDIA H200": "h200", "Tesla T4": "t4", "NVIDIA GeForce RTX 4060": "rtx4060"}
 FIGURES = {
@@ -44,8 +45,8 @@ def table() -> list[dict[str, str]]:
 def predicted(row: dict[str, str]) -> dict[str, int]:
     """Return the figures of a row of the table, predicted."""
     device = CARDS[row["card"]]
-    config = resolve(lab.load_config(row["config"], **json.loads(row["overrides"])), device)
-    found = Sweep(config, device).at(config.micro_batch_size)
+    config = lab.load_config(row["config"], **json.loads(row["overrides"]))
+    found = sizes_on(device, config).at(config.micro_batch_size)
     plain, expandable = found.with_default, found.with_expandable
     return {
         "allocated": plain.peak_allocated,
@@ -92,9 +93,12 @@ def test_predictions_agree_with_the_whole_table():
     check(table())
 
 
+THIS = replace(cards.CARDS["t4"], is_here=True)
+
+
 def nano(**changes) -> Prediction:
-    config = resolve(lab.load_config("fp32", **NANO | changes), "a100")
-    return Sweep(config, "a100").at(config.micro_batch_size)
+    config = lab.load_config("fp32", **NANO | changes)
+    return sizes_on("a100", config).at(config.micro_batch_size)
 
 
 def test_the_smallest_limit_is_enough_and_less_is_not():
@@ -108,14 +112,17 @@ def test_the_smallest_limit_is_enough_and_less_is_not():
 
 def test_on_the_gpu_here_the_environment_and_the_system_count(monkeypatch):
     plain, growing = (lab.load_config("fp32", expandable_segments=on) for on in (False, True))
-    monkeypatch.setattr(predict, "without_expandable_segments", lambda: "")
+    monkeypatch.setattr(prediction, "without_expandable_segments", lambda: "")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert _settings(plain, "this") == Settings(False, 64 * MIB)
-    assert _settings(growing, "this") == Settings(True, 64 * MIB)
-    assert _settings(plain, "a100") == DEFAULT and _settings(growing, "a100") == EXPANDABLE
-    monkeypatch.setattr(predict, "without_expandable_segments", lambda: "not under WSL")
-    assert _settings(growing, "this") == Settings(False, 64 * MIB)
+    assert allocator_settings(plain, THIS) == Settings(False, 64 * MIB)
+    assert allocator_settings(growing, THIS) == Settings(True, 64 * MIB)
+    assert (
+        allocator_settings(plain, cards.CARDS["a100"]) == DEFAULT
+        and allocator_settings(growing, cards.CARDS["a100"]) == EXPANDABLE
+    )
+    monkeypatch.setattr(prediction, "without_expandable_segments", lambda: "not under WSL")
+    assert allocator_settings(growing, THIS) == Settings(False, 64 * MIB)
 
 
 def test_a_card_that_fits_is_the_one_whose_needs_are_told():
@@ -187,14 +194,14 @@ def test_one_slab_of_each_size_stands_for_all(monkeypatch):
     What is traced once is what each of them asks for.
     """
     monkeypatch.setattr(optimizers, "SLAB", 1 << 14)
-    _trace.cache_clear()
+    _traced.cache_clear()
     try:
         once = nano(optimizer="adamw_8bit").requests
-        monkeypatch.setattr(predict, "each_slab_size_once", lambda log: nullcontext())
-        _trace.cache_clear()
+        monkeypatch.setattr(traces, "each_slab_size_once", lambda log: nullcontext())
+        _traced.cache_clear()
         assert nano(optimizer="adamw_8bit").requests == once
     finally:
-        _trace.cache_clear()
+        _traced.cache_clear()
 
 
 def test_replaying_leaves_the_trace_alone():

@@ -54,10 +54,10 @@ def start(name="fp32", *, resume=False, **changes):
 def stop_at(monkeypatch, step):
     real = learning_rate_at
 
-    def stopping(now, config):
+    def stopping(now, **schedule):
         if now == step:
             raise KeyboardInterrupt
-        return real(now, config)
+        return real(now, **schedule)
 
     monkeypatch.setattr(experiment, "learning_rate_at", stopping)
     return lambda: monkeypatch.setattr(experiment, "learning_rate_at", real)
@@ -119,7 +119,10 @@ def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
 def train_slowly(folder: str) -> None:
     os.environ["LABUTILS_RUNS"] = folder
     real = learning_rate_at
-    experiment.learning_rate_at = lambda step, config: (time.sleep(0.05), real(step, config))[1]
+    experiment.learning_rate_at = lambda step, **schedule: (
+        time.sleep(0.05),
+        real(step, **schedule),
+    )[1]
     start()
 
 
@@ -146,7 +149,7 @@ def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
     monkeypatch.setattr(
         experiment,
         "learning_rate_at",
-        lambda step, config: real(step, config) if step < 2 else math.nan,
+        lambda step, **schedule: real(step, **schedule) if step < 2 else math.nan,
     )
     assert start().outcome == "non_finite"
     assert resuming.read_header(state_files()[0]).step == 2
@@ -334,12 +337,12 @@ def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys
     limits, real = resource.getrlimit(resource.RLIMIT_FSIZE), learning_rate_at
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    def fill(step, config):
+    def fill(step, **schedule):
         if step == 7:
             raise KeyboardInterrupt
         full = 2 < step < 7
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if full else limits[0], limits[1]))
-        return real(step, config)
+        return real(step, **schedule)
 
     monkeypatch.setattr(experiment, "learning_rate_at", fill)
     try:

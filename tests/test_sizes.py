@@ -1,25 +1,23 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import labutils as lab
-from labutils.config.cards import CARDS, Card
-from labutils.prediction import sizes
-from labutils.prediction.sizes import largest_micro_batch
+from labutils.config.cards import CARDS
+from labutils.machine import here
 
 
 @pytest.fixture
 def card_of(monkeypatch):
     """Return a function that puts an RTX 4060 with so much free memory, in GiB, into this machine."""
 
-    def on_a_4060(config, gib, _, limit):
-        return largest_micro_batch(config, gib, "rtx4060", limit)
-
     def put(free_gib):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(sizes, "card_named", lambda _: Card(free_gib, CARDS["rtx4060"].gpu))
-        monkeypatch.setattr(sizes, "largest_micro_batch", on_a_4060)
+        card = replace(CARDS["rtx4060"], memory_gib=free_gib)
+        monkeypatch.setattr(here, "card_of", lambda device: card if device == here.THIS else device)
 
     return put
 

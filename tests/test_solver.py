@@ -9,12 +9,16 @@ from labutils.config.cards import CONTEXT_GIB
 from labutils.machine import here
 from labutils.machine.gpu import SMALLEST_GIB
 from labutils.prediction.changes import time_cost
-from labutils.prediction.fit import _candidates, fit
+from labutils.prediction.fit import Plans, fit
 from labutils.prediction.memory import needed_gib, predict_memory
 from labutils.prediction.sizes import largest_micro_batch
 from tests.helpers import slow
 
 SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048}
+
+
+def candidates(config: lab.Config, card: str) -> list[dict]:
+    return Plans(config, here.card_of(card)).candidates()
 
 
 def test_nothing_is_changed_where_the_config_fits():
@@ -57,8 +61,8 @@ def test_where_nothing_fits_the_smallest_need_is_told():
 @slow
 def test_nothing_is_proposed_that_the_device_lacks():
     config = lab.load_config("fp32", **SMALL)
-    assert {c.get("precision") for c in _candidates(config, "t4")} == {None, "fp16"}
-    assert {c.get("precision") for c in _candidates(config, "a100")} == {None, "bf16", "pure_bf16"}
+    assert {c.get("precision") for c in candidates(config, "t4")} == {None, "fp16"}
+    assert {c.get("precision") for c in candidates(config, "a100")} == {None, "bf16", "pure_bf16"}
     assert fit(config, CONTEXT_GIB, "t4").changes.get("precision") in (None, "fp16")
 
 
@@ -83,7 +87,7 @@ def test_splitting_a_batch_of_one_window_may_need_more():
         other = config.model_copy(update=found.changes | {"micro_batch_size": size})
         assert found.needed_gib <= needed_gib(predict_memory(other))
     assert not any(
-        "loss_chunk_tokens" in c for c in _candidates(config, "a100")
+        "loss_chunk_tokens" in c for c in candidates(config, "a100")
     )  # 64 tokens are less than a chunk
 
 
@@ -135,7 +139,7 @@ def test_what_changes_the_learning_comes_last_and_a_step_in_backward_only_where_
 
     def order(**changes) -> list[dict]:
         config = lab.load_config("fp32", **(SMALL | changes)).on("cuda")
-        return _candidates(config, "a100")
+        return candidates(config, "a100")
 
     tried = order(max_grad_norm=0.0)
     kinds = [
@@ -155,7 +159,7 @@ def test_what_changes_the_learning_comes_last_and_a_step_in_backward_only_where_
         config = lab.load_config(
             "fp32", **SMALL, max_grad_norm=0.0, optimizer_in_backward=inside
         ).on("cuda")
-        for changes in _candidates(config, card):
+        for changes in candidates(config, card):
             lab.load_config(
                 "fp32",
                 **(SMALL | {"max_grad_norm": 0.0, "optimizer_in_backward": inside} | changes),

@@ -11,9 +11,15 @@ from torch import nn
 
 import labutils as lab
 from labutils.techniques.precision import grad_scaler
-from labutils.techniques.schedule import learning_rate_at
 from labutils.workload.build import build_optimizer
-from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, two_layers
+from tests.helpers import (
+    CPU,
+    count_rows,
+    rate_of,
+    regression_batches,
+    squared_error_sum,
+    two_layers,
+)
 
 train = partial(lab.train, loss_fn=squared_error_sum, count_targets=count_rows, progress=False)
 
@@ -332,7 +338,7 @@ def test_schedule_warms_up_then_falls_to_a_tenth():
     config = lab.load_config(
         "fp32", steps=100, lr_warmup_steps=10, learning_rate=1.0, lr_schedule="cosine"
     )
-    rates = [learning_rate_at(step, config) for step in range(100)]
+    rates = [rate_of(step, config) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert rates[9] == max(rates) == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -340,7 +346,7 @@ def test_schedule_warms_up_then_falls_to_a_tenth():
     constant = lab.load_config(
         "fp32", steps=100, lr_warmup_steps=0, learning_rate=1.0, lr_schedule="constant"
     )
-    assert {learning_rate_at(step, constant) for step in range(100)} == {1.0}
+    assert {rate_of(step, constant) for step in range(100)} == {1.0}
 
 
 def test_schedule_reaches_the_optimizer():

@@ -53,8 +53,10 @@ class Config(BaseModel):
 
     # The description of a key is its comment in the YAML files; `make configs` writes it there.
     # That of a key with choices is written from their rows.
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    note: str
+    name: Annotated[
+        str, Field(pattern=NAME_PATTERN, description="letters, digits and . + - _ =, at most 60")
+    ]
+    note: Annotated[str, Field(description="free text, shown in tables")]
     seed: Annotated[int, Field(ge=0, lt=2**31, description="fixes weights, batches and dropout")]
     model: Annotated[Literal[*MODELS], one_of(MODELS)]
     weights: Annotated[Literal[*WEIGHTS], one_of(WEIGHTS)]
@@ -90,7 +92,7 @@ class Config(BaseModel):
         Field(
             gt=0,
             le=10,
-            description="the highest of the schedule; 6e-4 is a number here, unlike plain PyYAML",
+            description="the highest of the schedule; 1e-4 is a number here, unlike plain PyYAML",
         ),
     ]
     lr_schedule: Annotated[Literal[*SCHEDULES], one_of(SCHEDULES)]
