@@ -7,12 +7,14 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import labutils as lab
 from labutils.config.cards import PrecisionUnsupported
+from labutils.config.choices import OPTIMIZERS
 from labutils.config.reader import load_config
 from labutils.config.schema import ConfigError
 from labutils.techniques import optimizers
@@ -352,3 +354,13 @@ def test_no_gpu_is_needed_to_write_for_one():
     if not torch.cuda.is_available():  # then 16bit is BF16
         text = script(load_config("optimized"), "cuda")
         assert "torch.bfloat16" in text and "torch.float16" not in text and "GradScaler" not in text
+
+
+def test_what_the_template_has_no_code_for_is_refused(monkeypatch):
+    """A new row must not be exported as another: a script that says one thing and does another."""
+    lion = replace(OPTIMIZERS["sgd"], name="lion")
+    monkeypatch.setitem(OPTIMIZERS, "lion", lion)
+    config = small("fp32").model_copy(update={"optimizer": "lion"})
+    monkeypatch.setattr(lab.Config, "on", lambda self, device_type: self)
+    with pytest.raises(ConfigError, match="no code for 'lion'"):
+        script(config, "cpu")

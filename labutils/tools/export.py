@@ -21,7 +21,15 @@ from string import Template
 import torch
 
 from labutils.config.cards import CARDS
-from labutils.config.choices import ACTIVATIONS, ATTENTION, CHECKPOINTING, COMPILE_MODES, MODELS
+from labutils.config.choices import (
+    ACTIVATIONS,
+    ATTENTION,
+    CHECKPOINTING,
+    COMPILE_MODES,
+    MODELS,
+    OPTIMIZERS,
+    PRECISIONS,
+)
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config, ConfigError
 from labutils.machine import here
@@ -52,7 +60,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel"""
-AUTOCAST = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
 # characters of a token, on average, with room: a text this many times longer has tokens enough
 LONGEST_TOKEN = 8
 LIBRARY_TOKENS = 1_000_000  # fewer than Python's library has
@@ -71,6 +78,7 @@ def script(config: Config, device_type: str) -> str:
     is_here = device_type == "cpu" or torch.cuda.is_available()
     card = here.card(torch.device(device_type)) if is_here else CARDS["a100"]
     c = resolve(config, card, to_train=True).config
+    _require_written(c)
     if c.corpus == "stdlib" and not data.topic_texts():
         raise ConfigError(
             f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text file"
@@ -82,13 +90,42 @@ def script(config: Config, device_type: str) -> str:
     return re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
 
 
+# What the template has code for. A new row trains here at once, and is exported once it is there.
+WRITTEN = {
+    "precision": ("fp32", "tf32", "fp16", "bf16", "pure_bf16"),
+    "optimizer": ("adamw", "adamw_bf16", "adamw_8bit", "sgd"),
+    "attention": ("eager", "sdpa", "math", "efficient", "flash", "auto"),
+    "activation": ("gelu_new", "gelu_tanh"),
+    "gradient_checkpointing": (
+        *("none", "block", "every_2", "every_3", "every_4", "selective", "offload"),
+    ),
+    "compile": ("off", "default", "reduce-overhead", "max-autotune"),
+    "lr_schedule": ("constant", "cosine"),
+}
+
+
+def _require_written(c: Config) -> None:
+    """Raise ConfigError for a value that the template would silently write as another."""
+    for key, values in WRITTEN.items():
+        if getattr(c, key) not in values:
+            message = f"export has no code for {getattr(c, key)!r}; it has for {', '.join(values)}"
+            raise ConfigError(f"{c.name}: `{key}`: {message}")
+
+
 def _facts(c: Config, device_type: str) -> dict[str, bool]:
     """Return what the tags of `script.txt` name."""
     reference = len("\n\n".join(data.topic_texts()))
-    stdlib, small = c.corpus == "stdlib", c.optimizer in ("adamw_bf16", "adamw_8bit")
-    facts = {name: c.precision == name for name in ("tf32", "fp16", "pure_bf16")}
-    facts |= {name: c.gradient_checkpointing == name for name in ("block", "selective", "offload")}
-    return facts | {
+    stdlib, small = c.corpus == "stdlib", not OPTIMIZERS[c.optimizer].has_implementations
+    precision, optimizer = PRECISIONS[c.precision], OPTIMIZERS[c.optimizer]
+    policy = CHECKPOINTING[c.gradient_checkpointing]
+    return {
+        "tf32": precision.tf32,
+        "fp16": precision.loss_scale,
+        "pure_bf16": precision.weights == "bfloat16",
+        "block": policy.repeats and policy.blocks_per_unit == 1,
+        "every_n": policy.blocks_per_unit > 1,
+        "selective": policy.keeps_products,
+        "offload": policy.to_host,
         "cuda": device_type == "cuda",
         "own_text": not stdlib,
         "more_text": stdlib and reference < LONGEST_TOKEN * tokens_to_read(c),
@@ -96,21 +133,20 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
         "pretrained": c.weights == "pretrained",
         "pad_vocab": c.pad_vocab,
         "long": c.seq_len > 1024,  # than GPT2Config's own number of positions
-        "amp": c.precision in AUTOCAST,
-        "half": c.precision in (*AUTOCAST, "pure_bf16"),
+        "amp": precision.autocast,
+        "half": precision.is_16bit,
         "limited": device_type == "cuda" and c.memory_limit_gib > 0,
         "expandable": device_type == "cuda" and c.expandable_segments,
         "kernel": ATTENTION[c.attention].kernel,
         "attend": _attends(c),
-        "every_n": c.gradient_checkpointing.startswith("every_"),
         "chunks": c.loss_chunk_tokens > 0,
         "compiled": COMPILE_MODES[c.compile].is_on,
         "small_adamw": small,
-        "bits8": c.optimizer == "adamw_8bit",
-        "bits16": c.optimizer == "adamw_bf16",
+        "bits8": optimizer.moment_bits == 8,
+        "bits16": optimizer.moment_bits == 16,
         "in_backward": c.optimizer_in_backward,
         "needs_order": not (small and c.optimizer_in_backward),
-        "clears": not c.optimizer_in_backward and (not small or c.precision == "fp16"),
+        "clears": not c.optimizer_in_backward and (not small or precision.loss_scale),
         "warmup": c.lr_warmup_steps > 0,
         "cosine": c.lr_schedule == "cosine" and c.steps > c.lr_warmup_steps,
         "accumulates": c.grad_accum_steps > 1,
@@ -186,7 +222,7 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
         "kept": f"[{', '.join(kept)}]"
         if c.dropout
         else "".join(["[\n", *(f"    {op},\n" for op in kept), "]"]),
-        "dtype": AUTOCAST.get(c.precision, ""),
+        "dtype": f"torch.{PRECISIONS[c.precision].products}",
         "enlarged": FP16_ENLARGED,
         "compile_options": "".join(
             f", {key}={value!r}".replace("'", '"') for key, value in compile_arguments.items()
