@@ -162,7 +162,7 @@ def test_probing_leaves_the_random_numbers_of_training_alone():
     ],
 )
 def test_datasheet_peak_belongs_to_the_very_card(card, fp16):
-    assert datasheet_tflops(card).get("fp16") == fp16
+    assert datasheet_tflops(card).get("float16") == fp16
 
 
 def test_peak_rate_of_a_known_card_is_its_datasheets(monkeypatch):

@@ -38,13 +38,13 @@ def require_host_memory(config: Config) -> None:
 def plainest_step_bytes(config: Config) -> int:
     """Return more bytes than a step of a config takes: in FP32, nothing fused or computed again.
 
-    A bound that no technique has to be taught to. Per token and layer autograd keeps less than 120
-    bytes per unit of width, and 9 for each attention weight. Logits are there in less than 6 float32
+    A bound that no technique has to be taught to. Per token and layer autograd keeps less than 128
+    bytes per unit of width, and 16 for each attention weight. Logits are there in less than 6 float32
     copies, parameters with gradients, AdamW's state and temporaries in 8.
     """
     model = MODELS[config.model]
     tokens = config.micro_batch_size * config.seq_len
-    per_layer = 120 * model.width + 9 * model.n_head * config.seq_len
+    per_layer = 128 * model.width + 16 * model.n_head * config.seq_len
     logits = 6 * 4 * (model.vocabulary + 64)
     return 8 * 4 * n_parameters(config.model, config.seq_len, config.pad_vocab) + tokens * (
         model.n_layer * per_layer + logits
