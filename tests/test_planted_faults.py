@@ -394,6 +394,7 @@ def test_planted_fault_is_noticed(fault, tmp_path):
     if not is_here(fault.test):
         pytest.skip("tests/solutions, whose tests notice it, is not here")
     course = copied(tmp_path)
-    (course / "labutils" / f"{fault.module}.py").write_text(planted(fault), encoding="utf-8")
+    path = course / "labutils" / f"{fault.module.replace('.', '/')}.py"
+    path.write_text(planted(fault), encoding="utf-8")
     answer = run_fast_tests(course, fault.module, fault.test)
     assert answer.returncode == 1, f"{fault} survived {fault.test}:\n{answer.stdout}{answer.stderr}"
