@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labutils.checks import collect_verdicts
 from labutils.files import REPO_DIR
 
 NOT_EXERCISES = {"hint", "self_test"}
@@ -117,32 +118,28 @@ def expected(cells: Sequence[str]) -> list[str]:
 
 def _score(cells: Sequence[str], exercise: str) -> tuple[str, str]:
     """Run one exercise in this process and return (verdict, reason)."""
-    from labutils import checks
-
     places = [i for i, cell in enumerate(cells) if exercise in exercises_of(cell)]
     if not places:
         broken = any(exercise in cell and not exercises_of(cell) for cell in cells)
         return "missing", "its cell is not Python" if broken else f"no cell calls checks.{exercise}"
-    heard: list[tuple[Any, str | None]] = []
-
-    def report(answer: Any, problem_of: Any) -> None:
-        heard.append((answer, None if answer is None else problem_of()))
-
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    checks._report = report
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            collect_verdicts() as verdicts,
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             for cell in needed_cells(cells, places[-1]):
-                heard.clear()
+                verdicts.clear()
                 exec(compile(cell, "submission", "exec"), namespace)
     except BaseException as error:  # whatever it raises, SystemExit too, is its own failure
         return "failed", f"{type(error).__name__}: {error}"[:200]
     twice = f"called in {len(places)} cells; the last counts" if len(places) > 1 else ""
-    if not heard:
+    if not verdicts:
         return "failed", "the check was not reached"
-    answer, problem = heard[-1]
-    if answer is None:
+    if verdicts[-1].is_open:
         return "open", twice
+    problem = verdicts[-1].problem
     return ("wrong", problem) if problem else ("right", twice)
 
 
