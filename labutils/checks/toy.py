@@ -22,7 +22,7 @@ class Toy:
 
     def weights(self) -> torch.Tensor:
         """Return a copy of all weights as one vector."""
-        return torch.cat([p.detach().flatten().clone() for p in self.model.parameters()])
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
 
 
 def make_toy(learning_rate: float = 1.0, loss_scale: float = 1.0) -> Toy:

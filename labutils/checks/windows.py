@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ def make_micro_batches(sizes: Sequence[int]) -> list[Rows]:
 
 def window_gradient(weights: torch.Tensor, window: Sequence[Rows]) -> torch.Tensor:
     """Return the gradient of the mean over all rows of a window."""
-    return sum(_row_sums(weights, window)) / _n_rows(window)
+    return sum(_row_sums(weights, window)) / sum(_rows(window))
 
 
 def candidate_gradients(
@@ -40,14 +40,14 @@ def candidate_gradients(
 ) -> dict[str, torch.Tensor]:
     """Return {misconception: the gradient it gives}, and the right one under `RIGHT`."""
     sums = _row_sums(weights, window)
-    rows = [len(y) for _, y in window]
+    rows = _rows(window)
     means = [total / n for total, n in zip(sums, rows, strict=True)]
     mean_of_means = (
         "a mean of means: a row in a small micro-batch weighs more than one in a large "
         f"(rows per micro-batch: {rows})."
     )
     return {
-        RIGHT: window_gradient(weights, window),
+        RIGHT: sum(sums) / sum(rows),
         "the micro-batches' means were added: the gradient grows with their number.": sum(means),
         mean_of_means: sum(means) / len(means),
         "a shorter last window was divided as if it were full.": sum(means) / grad_accum_steps,
@@ -64,8 +64,9 @@ def clipped_each_time(
 ) -> torch.Tensor:
     """Return the window's gradient if it is clipped after every micro-batch."""
     total = torch.zeros_like(weights)
+    n_rows = sum(_rows(window))
     for row_sum in _row_sums(weights, window):
-        total = clipped(total + row_sum / _n_rows(window), max_norm)
+        total = clipped(total + row_sum / n_rows, max_norm)
     return total
 
 
@@ -74,8 +75,8 @@ def _row_sums(weights: torch.Tensor, window: Sequence[Rows]) -> list[torch.Tenso
     return [gradient(weights, x, y) * len(y) for x, y in window]
 
 
-def _n_rows(window: Iterable[Rows]) -> int:
-    return sum(len(y) for _, y in window)
+def _rows(window: Sequence[Rows]) -> list[int]:
+    return [len(y) for _, y in window]
 
 
 def nearest(

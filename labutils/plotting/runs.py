@@ -38,7 +38,9 @@ def _bars(ax: Axes, values: dict[str, float], xlabel: str) -> Axes:
 
 def step_times(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
     """Draw the median time of an optimizer step, in ms; repeated runs share a bar."""
-    medians = {name: _median_ms(runs) for name, runs in _trained(records).items()}
+    medians = {}
+    for name, runs in _trained(records).items():
+        medians[name] = _median_ms(runs)
     return _bars(new_axis(ax), medians, "median optimizer step, ms")
 
 
@@ -80,7 +82,9 @@ def four_panels(records: Sequence[RunRecord]) -> np.ndarray:
     throughput(records, axes[0, 1])
     peaks(records, axes[1, 0])
     losses(records, axes[1, 1])
-    devices = {record.environment["device"] for record in records if record.timing}
+    devices: set[str] = set()
+    for runs in _trained(records).values():
+        devices |= {run.environment["device"] for run in runs}
     figure.suptitle("Measured on " + "; ".join(sorted(devices)), fontsize="medium")
     return axes
 

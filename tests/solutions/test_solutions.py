@@ -64,8 +64,8 @@ def test_neither_hints_nor_notebook_hold_an_answer(notebook):
 
 
 def test_hints_name_no_number_of_bytes():
-    hints = " ".join(hint for check in checks.EXERCISES.values() for hint in check.hints)
-    assert "16 bytes" not in hints
+    for check in checks.EXERCISES.values():
+        assert "16 bytes" not in " ".join(check.hints)
 
 
 def cells_of(notebook: str) -> list[nbformat.NotebookNode]:
@@ -120,7 +120,7 @@ def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys):
         checks.self_test(answers)
         return capsys.readouterr().out.strip()
 
-    truths = [truth for _, truth, _ in STATEMENTS]
+    _, truths, _ = zip(*STATEMENTS, strict=True)
     opposites = [not truth for truth in truths]
     nothing = [None] * len(truths)
     first = printed_for([False, *nothing[1:]]).splitlines()[0]
