@@ -274,32 +274,34 @@ FAULTS = [
         "test_memory.py::test_a_long_timeline_keeps_its_peak",
     ),
     Fault(
-        "checks",
+        "checks.mixed_precision",
         "a step that never clears is right",
-        "- reference).norm() > 0.3 * reference",
-        "- reference).norm() > 3.0 * reference",
-        "solutions/test_solutions_01.py::test_wrong_step_is_named",
+        "error > 0.3 * expected.norm()",
+        "error > 3.0 * expected.norm()",
+        "solutions/test_solutions.py::test_wrong_answers_get_their_misconception",
     ),
     Fault(
-        "checks",
+        "checks.core",
         "an answer that raises is right",
-        'problem = f"it raised {type(error).__name__}: {error}"',
-        "problem = None",
-        "solutions/test_solutions_01.py::test_wrong_bytes_are_named",
+        'return f"it raised {type(error).__name__}: {error}"',
+        "return None",
+        "solutions/test_solutions.py::test_wrong_answers_get_their_misconception",
     ),
     Fault(
-        "checks",
+        "checks.accumulation",
         "GB are right for GiB",
         "return abs(answer / gib - 1) < 0.02",
         "return abs(answer / gib - 1) < 0.1",
-        "solutions/test_solutions_02.py::test_wrong_floor_is_named",
+        "solutions/test_solutions.py::test_wrong_answers_get_their_misconception",
     ),
     Fault(
-        "checks",
+        "checks.epoch_trials",
         "a last window left uncleared is right",
-        "    for _ in range(2):\n        epoch(model, batches, optimizer, accumulate, limit)\n",
-        "    epoch(model, batches, optimizer, accumulate, limit)\n    watch.steps *= 2\n",
-        "solutions/test_solutions_02.py::test_what_is_right_only_at_first_sight",
+        "    for _ in range(2):\n        epoch(toy.model, batches, toy.optimizer, GRAD_ACCUM_STEPS,"
+        " max_norm)\n",
+        "    epoch(toy.model, batches, toy.optimizer, GRAD_ACCUM_STEPS, max_norm)\n"
+        "    watch.steps *= 2\n",
+        "solutions/test_solutions.py::test_wrong_answers_get_their_misconception",
     ),
 ]
 
@@ -394,6 +396,7 @@ def test_planted_fault_is_noticed(fault, tmp_path):
     if not is_here(fault.test):
         pytest.skip("tests/solutions, whose tests notice it, is not here")
     course = copied(tmp_path)
-    (course / "labutils" / f"{fault.module}.py").write_text(planted(fault), encoding="utf-8")
+    path = course / "labutils" / f"{fault.module.replace('.', '/')}.py"
+    path.write_text(planted(fault), encoding="utf-8")
     answer = run_fast_tests(course, fault.module, fault.test)
     assert answer.returncode == 1, f"{fault} survived {fault.test}:\n{answer.stdout}{answer.stderr}"

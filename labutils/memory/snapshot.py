@@ -1,9 +1,8 @@
-"""What was allocated, when and by which line: the history of one device's memory, recorded, saved,
-read, drawn.
+"""A memory history: what was allocated, when, and by which line.
 
-On CUDA the caching allocator keeps the history itself. On a CPU a dispatch mode notes each tensor
-that an operation makes, and when its memory dies; what an operation allocates and frees inside
-itself it does not see.
+It is recorded on one device, saved and read. On CUDA the caching allocator keeps the history
+itself. On a CPU a dispatch mode notes each tensor that an operation makes, and when its memory
+dies. It does not see what an operation allocates and frees inside itself.
 """
 
 from __future__ import annotations
@@ -28,20 +27,23 @@ from torch.utils._pytree import tree_leaves
 
 from labutils.files import write_atomically
 
-PACKAGES = (
-    sysconfig.get_path("purelib"),
-    sysconfig.get_path("platlib"),
-)  # within the standard library's folder
-TORCH, PYTHON = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib") + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
+PYTHON = sysconfig.get_path("stdlib") + os.sep
+PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # they are inside PYTHON
 NO_LINE = "no line of Python: another thread, backward on a GPU for one"
 MAX_EVENTS = 1_000_000
+UNREADABLE = (
+    *(AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError),
+    pickle.UnpicklingError,
+)
 
 
 @dataclass
 class Snapshot:
-    """A history: `events[i]` is (block, bytes, line); bytes are negative where the block is freed.
+    """A history: `events[i]` is (allocation, bytes, line); bytes are negative where it is freed.
 
-    `lines` are the lines that allocated, as "function: source": the innermost that are neither torch's nor Python's.
+    `lines` are the lines that allocated, as "function: source". Each is the innermost line that is
+    neither torch's nor Python's.
     """
 
     method: str
@@ -49,9 +51,9 @@ class Snapshot:
     lines: list[str] = field(default_factory=list)
 
     def alive(self) -> np.ndarray:
-        """Return bytes alive after each event, by line:
+        """Return the bytes alive after each event by line, `(events, lines)`.
 
-        `(events, lines)`; what was there before is not counted.
+        What was there before the recording is not counted.
         """
         changes = np.zeros((len(self.events), len(self.lines)), dtype=np.int64)
         for i, (_, n_bytes, line) in enumerate(self.events):
@@ -64,14 +66,12 @@ class Snapshot:
         return self._by_line(alive[alive.sum(axis=1).argmax()]) if len(alive) else {}
 
     def at_end(self) -> dict[str, int]:
-        """Return {line: bytes still alive when the recording ended}, largest first:
-
-        Where a leak is seen.
-        """
+        """Return {line: bytes alive when the recording ended}, largest first: a leak shows here."""
         return self._by_line(self.alive()[-1]) if self.events else {}
 
     def _by_line(self, row: np.ndarray) -> dict[str, int]:
-        return {self.lines[i]: int(row[i]) for i in np.argsort(-row, kind="stable") if row[i] > 0}
+        largest_first = np.argsort(-row, kind="stable")
+        return {self.lines[i]: int(row[i]) for i in largest_first if row[i] > 0}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the history as JSON."""
@@ -87,9 +87,9 @@ def record(device: torch.device, limit_bytes: int = 0) -> Iterator[Snapshot]:
     `torch.OutOfMemoryError`. On CUDA use `memory.memory_limit`. Never time what is recorded.
     """
     if device.type != "cuda":
-        mode = _Recorder(limit_bytes)
-        with mode:
-            yield mode.snapshot
+        recorder = _AllocationRecorder(limit_bytes)
+        with recorder:
+            yield recorder.snapshot
         return
     found = Snapshot("CUDA allocator history")
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_EVENTS)
@@ -105,34 +105,33 @@ def record(device: torch.device, limit_bytes: int = 0) -> Iterator[Snapshot]:
 def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
     """Return a saved snapshot: JSON of ours, or a pickle of `torch.cuda.memory._dump_snapshot`.
 
-    A pickle may hold plain data only: one that asks for a class or a function is refused, none of
-    its code runs. Raises ValueError for a file that is neither.
+    A pickle may hold plain data only. One that asks for a class or a function is refused, and none
+    of its code runs. Raises ValueError for a file that is neither.
     """
     raw = Path(path).read_bytes()
     name = Path(path).name
     try:
         if raw[:1] == b"{":
-            facts = json.loads(raw)
-            lines = [str(line) for line in facts["lines"]]
-            events = [tuple(map(int, event)) for event in facts["events"]]
-            if any(len(event) != 3 or not 0 <= event[2] < len(lines) for event in events):
-                raise ValueError("its events do not fit its lines")
-            return Snapshot(str(facts["method"]), events, lines)
+            return _from_json(raw)
         with Path(path).open("rb") as file:
             lines, events = _read_traces(_PlainUnpickler(file).load(), device_index)
         return Snapshot("CUDA allocator history", events, lines)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        EOFError,
-        pickle.UnpicklingError,
-    ) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"{name} is no snapshot that can be read: {type(error).__name__}: {error}"
         ) from error
+
+
+def _from_json(raw: bytes) -> Snapshot:
+    facts = json.loads(raw)
+    lines = [str(line) for line in facts["lines"]]
+    events = []
+    for event in facts["events"]:
+        event = tuple(map(int, event))
+        if len(event) != 3 or not 0 <= event[2] < len(lines):
+            raise ValueError("its events do not fit its lines")
+        events.append(event)
+    return Snapshot(str(facts["method"]), events, lines)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -145,70 +144,79 @@ class _PlainUnpickler(pickle.Unpickler):
 def _read_traces(
     raw: dict[str, Any], device_index: int
 ) -> tuple[list[str], list[tuple[int, int, int]]]:
-    """Return (lines, events) of the allocator's own format; `free_completed` is when the memory is
-    free again.
-    """
+    """Return (lines, events) of the allocator's own format."""
     lines: dict[str, int] = {}
-    events, alive = [], {}
+    events: list[tuple[int, int, int]] = []
+    alive: dict[int, tuple[int, int]] = {}  # address: (bytes, line)
     for entry in raw["device_traces"][device_index]:
-        if entry["action"] not in (
-            "alloc",
-            "free_completed",
-        ):  # an `oom` entry, for one, has no address
+        # Memory is free again at `free_completed`. An `oom` entry, for one, has no address.
+        if entry["action"] not in ("alloc", "free_completed"):
             continue
         address, n_bytes = entry["addr"], entry["size"]
         if entry["action"] == "alloc":
             frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", [])]
-            alive[address] = n_bytes, lines.setdefault(_own_line(frames), len(lines))
-            events.append((address, n_bytes, alive[address][1]))
+            line = lines.setdefault(_own_line(frames), len(lines))
+            alive[address] = n_bytes, line
+            events.append((address, n_bytes, line))
         elif address in alive:  # else it was there before the recording
-            size, line = alive.pop(address)
-            events.append((address, -size, line))
+            allocated_bytes, line = alive.pop(address)
+            events.append((address, -allocated_bytes, line))
     return list(lines), events
 
 
 def _own_line(frames: list[tuple[str, int, str]]) -> str:
-    """Return the innermost line outside torch and Python, of (file, line, function) from the
-    innermost outwards.
+    """Return the innermost line outside torch and Python.
+
+    A frame is (file, line, function); the innermost comes first.
     """
+    for frame in frames:
+        if _is_own(frame[0]):
+            return _described(*frame)
+    return NO_LINE
 
-    def is_outside(file: str) -> bool:
-        in_python = file.startswith(PYTHON) and not file.startswith(PACKAGES)
-        return not (in_python or file.startswith((TORCH, "<frozen", "<string>")))
 
-    file, line, function = next((f for f in frames if is_outside(f[0])), ("", 0, NO_LINE))
+def _is_own(file: str) -> bool:
+    if file.startswith(PYTHON) and not file.startswith(PACKAGES):
+        return False
+    return not file.startswith((TORCH, "<frozen", "<string>"))
+
+
+def _described(file: str, line: int, function: str) -> str:
     source = linecache.getline(file, line).strip()
     place = "cell" if function == "<module>" else function
-    return f"{place}: {source[:60]}" if source else f"{place}, line {line}" if line else place
+    if source:
+        return f"{place}: {source[:60]}"
+    return f"{place}, line {line}" if line else place
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes birth and death of each storage that the operations inside make."""
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storage of each tensor in a nest of lists, tuples and dicts."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
+class _AllocationRecorder(TorchDispatchMode):
+    """Note birth and death of each storage that the operations inside make."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
-        self.snapshot, self.limit, self.total = (
-            Snapshot("tensors made by CPU operations"),
-            limit_bytes,
-            0,
-        )
+        self.snapshot = Snapshot("tensors made by CPU operations")
+        self.limit_bytes = limit_bytes
+        self.alive_bytes = 0
         self.alive: dict[int, weakref.ref] = {}
         self.lines: dict[str, int] = {}
-        self.n_blocks = 0
+        self.n_allocations = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
-        before = {
-            t.untyped_storage()._cdata
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in before:
-                self._see(tensor.untyped_storage())
-        if self.limit and self.total > self.limit:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(out):
+            if storage._cdata not in given:
+                self._see(storage)
+        if self.limit_bytes and self.alive_bytes > self.limit_bytes:
+            alive_mib, limit_mib = self.alive_bytes / 2**20, self.limit_bytes / 2**20
             raise torch.OutOfMemoryError(
-                f"emulated: {self.total / 2**20:.1f} MiB alive, the limit is {self.limit / 2**20:.1f} MiB"
+                f"emulated: {alive_mib:.1f} MiB alive, the limit is {limit_mib:.1f} MiB"
             )
         return out
 
@@ -216,22 +224,23 @@ class _Recorder(TorchDispatchMode):
         key, n_bytes = storage._cdata, storage.nbytes()
         if key in self.alive or not n_bytes:
             return
-        frames = [(f.filename, f.lineno, f.name) for f in reversed(traceback.extract_stack()[:-2])]
+        stack = traceback.extract_stack()[:-2]  # without this method and __torch_dispatch__
+        frames = [(f.filename, f.lineno, f.name) for f in reversed(stack)]
         line = self.lines.setdefault(_own_line(frames), len(self.lines))
         self.snapshot.lines = list(self.lines)
-        self.n_blocks += 1
-        block = self.n_blocks
-        self._note(block, n_bytes, line)
+        self.n_allocations += 1
+        allocation = self.n_allocations
+        self._note(allocation, n_bytes, line)
 
         def end(_: weakref.ref) -> None:
             del self.alive[key]
-            self._note(block, -n_bytes, line)
+            self._note(allocation, -n_bytes, line)
 
         self.alive[key] = weakref.ref(storage, end)
 
-    def _note(self, block: int, n_bytes: int, line: int) -> None:
-        self.total += n_bytes
-        self.snapshot.events.append((block, n_bytes, line))
+    def _note(self, allocation: int, n_bytes: int, line: int) -> None:
+        self.alive_bytes += n_bytes
+        self.snapshot.events.append((allocation, n_bytes, line))
 
     def __exit__(self, *problem: Any) -> None:
         super().__exit__(*problem)

@@ -1,9 +1,10 @@
-"""Score the exercises of submitted notebooks, each notebook in a process of its own with limits of
-time and memory.
+"""Score the exercises of submitted notebooks.
 
-An exercise is recognised by the check it calls, `lab.checks.NAME(…)`, whatever became of the cells
-around it. Run is what that cell needs and nothing else: going upwards, the cells that define the
-names it uses. This keeps accidents apart; it is no prison for hostile code.
+Each notebook runs in a process of its own, with limits of time and memory.
+
+An exercise is recognised by the check it calls, `lab.checks.NAME(…)`. The cells around it do not
+matter. That cell runs, and the cells above it that define the names it uses; no others. This keeps
+accidents apart, but it does not stop hostile code.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labutils.checks import collect_verdicts
 from labutils.files import REPO_DIR
 
 NOT_EXERCISES = {"hint", "self_test"}
@@ -29,9 +31,9 @@ SECONDS, MEMORY_GIB = 180, 6
 
 @dataclass(frozen=True)
 class Score:
-    """What one exercise of one submission came to:
+    """The result of one exercise of one submission.
 
-    Right, wrong, open, missing, or failed; `reason` in words.
+    `verdict` is right, wrong, open, missing or failed; `reason` says why in words.
     """
 
     submission: str
@@ -41,33 +43,37 @@ class Score:
 
 
 def code_cells(path: Path) -> list[str]:
-    """Return the code cells of a notebook, lines of IPython's own (`%pip`, `!ls`) left out.
+    """Return the code cells of a notebook, lines of IPython's own (`%pip`, `!ls`) left blank.
 
     Raises ValueError.
     """
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        found = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"no notebook that can be read: {type(error).__name__}: {error}"
         ) from error
-    return [
-        "\n".join("" if line.lstrip()[:1] in ("%", "!") else line for line in cell.splitlines())
-        for cell in found
-    ]
+    return [_only_python(source) for source in sources]
+
+
+def _only_python(cell: str) -> str:
+    lines = cell.splitlines()
+    for i, line in enumerate(lines):
+        if line.lstrip().startswith(("%", "!")):
+            lines[i] = ""
+    return "\n".join(lines)
 
 
 def exercises_of(cell: str) -> list[str]:
     """Return the checks that a cell calls; none if it is not Python."""
-    return [
-        node.func.attr
-        for node in ast.walk(_parsed(cell))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value).endswith("checks")
-        and node.func.attr not in NOT_EXERCISES
-    ]
+    calls = []
+    for node in ast.walk(_parsed(cell)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if owner.endswith("checks") and node.func.attr not in NOT_EXERCISES:
+                calls.append(node.func.attr)
+    return calls
 
 
 def _parsed(cell: str) -> ast.AST:
@@ -95,7 +101,7 @@ def _names(cell: str) -> tuple[set[str], set[str]]:
 
 
 def needed_cells(cells: Sequence[str], at: int) -> list[str]:
-    """Return cell number `at` and, in order, the cells before it that define what it and they use."""
+    """Return cell number `at` and, in order, the cells before it that define what they use."""
     chosen, wanted = [cells[at]], _names(cells[at])[1]
     for cell in reversed(cells[:at]):
         defines, uses = _names(cell)
@@ -107,43 +113,47 @@ def needed_cells(cells: Sequence[str], at: int) -> list[str]:
 
 def expected(cells: Sequence[str]) -> list[str]:
     """Return the exercises of the course's notebook that these cells share most with."""
-    have = {name for cell in cells for name in exercises_of(cell)}
-    course = [
-        list(dict.fromkeys(name for cell in code_cells(path) for name in exercises_of(cell)))
-        for path in sorted(REPO_DIR.glob("0*.ipynb"))
-    ]
+    have = set(_all_exercises(cells))
+    course = [_all_exercises(code_cells(path)) for path in sorted(REPO_DIR.glob("0*.ipynb"))]
     return max(course, key=lambda names: len(have & set(names)))
+
+
+def _all_exercises(cells: Sequence[str]) -> list[str]:
+    """Return the exercises of these cells in order, each once."""
+    return list(dict.fromkeys(name for cell in cells for name in exercises_of(cell)))
 
 
 def _score(cells: Sequence[str], exercise: str) -> tuple[str, str]:
     """Run one exercise in this process and return (verdict, reason)."""
-    from labutils import checks
-
     places = [i for i, cell in enumerate(cells) if exercise in exercises_of(cell)]
     if not places:
-        broken = any(exercise in cell and not exercises_of(cell) for cell in cells)
-        return "missing", "its cell is not Python" if broken else f"no cell calls checks.{exercise}"
-    heard: list[tuple[Any, str | None]] = []
-
-    def report(answer: Any, problem_of: Any) -> None:
-        heard.append((answer, None if answer is None else problem_of()))
-
+        return "missing", _why_missing(cells, exercise)
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    checks._report = report
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            collect_verdicts() as verdicts,
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             for cell in needed_cells(cells, places[-1]):
-                heard.clear()
+                verdicts.clear()
                 exec(compile(cell, "submission", "exec"), namespace)
     except BaseException as error:  # whatever it raises, SystemExit too, is its own failure
         return "failed", f"{type(error).__name__}: {error}"[:200]
-    twice = f"called in {len(places)} cells; the last counts" if len(places) > 1 else ""
-    if not heard:
+    if not verdicts:
         return "failed", "the check was not reached"
-    answer, problem = heard[-1]
-    if answer is None:
+    twice = f"called in {len(places)} cells; the last counts" if len(places) > 1 else ""
+    if verdicts[-1].is_open:
         return "open", twice
+    problem = verdicts[-1].problem
     return ("wrong", problem) if problem else ("right", twice)
+
+
+def _why_missing(cells: Sequence[str], exercise: str) -> str:
+    for cell in cells:
+        if exercise in cell and not exercises_of(cell):
+            return "its cell is not Python"
+    return f"no cell calls checks.{exercise}"
 
 
 def _limit(memory_gib: float) -> None:
@@ -156,8 +166,8 @@ def _limit(memory_gib: float) -> None:
 def grade(path: Path, seconds: float = SECONDS, memory_gib: float = MEMORY_GIB) -> list[Score]:
     """Return a score for each exercise of a submitted notebook; nothing it contains raises.
 
-    `seconds` for the whole notebook; memory is limited on Linux only. A process that dies costs the exercise it died
-    in, the next one starts in a new process.
+    `seconds` is for the whole notebook. Memory is limited on Linux only. A process that dies costs
+    the exercise it died in; the next one starts in a new process.
     """
     try:
         left = expected(code_cells(path))
@@ -165,32 +175,45 @@ def grade(path: Path, seconds: float = SECONDS, memory_gib: float = MEMORY_GIB) 
         return [Score(path.name, "", "failed", str(error))]
     scores: list[Score] = []
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "LABUTILS_RUNS": folder,
-            "MPLBACKEND": "Agg",
-            "PYTHONPATH": str(REPO_DIR),
-        }
         while left:
-            command = [sys.executable, "-m", "labutils.tools.grade", str(path.resolve()), *left]
-            limit = (lambda: _limit(memory_gib)) if sys.platform == "linux" else None
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                preexec_fn=limit, text=True, encoding="utf-8", errors="replace",
-            )  # fmt: skip
-            try:
-                said, _ = process.communicate(timeout=seconds)
-                reason = f"its process ended with exit code {process.returncode}"
-            except subprocess.TimeoutExpired:
-                process.kill()
-                said, _ = process.communicate()
-                reason = f"not done after {seconds:g} s"
-            for line in said.splitlines():
+            output, reason = _run(path, left, folder, seconds, memory_gib)
+            for line in output.splitlines():
                 with contextlib.suppress(ValueError, TypeError):
                     scores.append(Score(path.name, *json.loads(line)))
-            left = left[len({score.exercise for score in scores} & set(left)) :]
+            done = {score.exercise for score in scores}
+            left = left[len(done & set(left)) :]
             if left:
                 scores.append(Score(path.name, left.pop(0), "failed", reason))
     return scores
+
+
+def _run(
+    path: Path, exercises: Sequence[str], folder: str, seconds: float, memory_gib: float
+) -> tuple[str, str]:
+    """Score exercises in a new process. Return its output, and why it ended."""
+    environment = os.environ | {
+        "LABUTILS_RUNS": folder,
+        "MPLBACKEND": "Agg",
+        "PYTHONPATH": str(REPO_DIR),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "labutils.tools.grade", str(path.resolve()), *exercises],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=(lambda: _limit(memory_gib)) if sys.platform == "linux" else None,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        return output, f"not done after {seconds:g} s"
+    return output, f"its process ended with exit code {process.returncode}"
 
 
 def grade_folder(folder: Path, seconds: float = SECONDS, memory_gib: float = MEMORY_GIB):
@@ -201,21 +224,19 @@ def grade_folder(folder: Path, seconds: float = SECONDS, memory_gib: float = MEM
     import pandas as pd
     from tqdm import tqdm
 
-    paths = sorted(
-        path for path in folder.glob("**/*.ipynb") if ".ipynb_checkpoints" not in path.parts
-    )
+    notebooks = sorted(folder.glob("**/*.ipynb"))
+    paths = [path for path in notebooks if ".ipynb_checkpoints" not in path.parts]
     if not paths:
         raise ValueError(f"no notebook in {folder}")
-    bar = tqdm(paths, desc="grading", file=sys.stderr)
-    return pd.DataFrame(
-        [asdict(score) for path in bar for score in grade(path, seconds, memory_gib)]
-    )
+    scores: list[Score] = []
+    for path in tqdm(paths, desc="grading", file=sys.stderr):
+        scores += grade(path, seconds, memory_gib)
+    return pd.DataFrame(map(asdict, scores))
 
 
 def _main(path: str, *exercises: str) -> None:
-    channel = os.fdopen(
-        os.dup(sys.stdout.fileno()), "w", encoding="utf-8"
-    )  # what a submission prints goes elsewhere
+    # What a submission prints goes elsewhere; the scores keep the real standard output.
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     cells = code_cells(Path(path))
     for exercise in exercises:

@@ -1,0 +1,100 @@
+"""What every exercise shares: the decorator, its verdict, and who hears of it.
+
+An exercise is a function that judges an answer, its last argument. It returns the misconception
+that the answer shows, or None if the answer is right. Hints come in steps; no answer is printed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ParamSpec
+
+Parameters = ParamSpec("Parameters")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one answer: open, right (`problem` is None), or not yet right."""
+
+    exercise: str
+    is_open: bool
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return "Open: replace None by your answer and run the cell again."
+        return "Right." if self.problem is None else f"Not yet: {self.problem}"
+
+
+# The list that collects verdicts; None, as in a notebook, prints them instead.
+_collected: ContextVar[list[Verdict] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collect_verdicts() -> Iterator[list[Verdict]]:
+    """Collect verdicts in the list, which the checks inside print no longer.
+
+    What an answer raises is raised here: whoever collects decides what it means.
+    """
+    verdicts: list[Verdict] = []
+    token = _collected.set(verdicts)
+    try:
+        yield verdicts
+    finally:
+        _collected.reset(token)
+
+
+def exercise(
+    hints: Sequence[str],
+) -> Callable[[Callable[Parameters, str | None]], Callable[Parameters, None]]:
+    """Make a check of a function that judges an answer.
+
+    The check has the function's parameters and prints the verdict. An answer of None is open: it
+    passes, so that Run All goes through. The hints grow more explicit.
+    """
+
+    def decorate(judge: Callable[Parameters, str | None]) -> Callable[Parameters, None]:
+        signature = inspect.signature(judge)
+
+        @functools.wraps(judge)
+        def check(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:
+            given = signature.bind(*arguments, **named)
+            *_, answer = given.arguments.values()
+            problem = None
+            if answer is not None:
+                problem = _problem(functools.partial(judge, *given.args))
+            _tell(Verdict(judge.__name__, answer is None, problem))
+
+        check.__signature__ = signature.replace(return_annotation=None)
+        check.hints = tuple(hints)
+        return check
+
+    return decorate
+
+
+def _problem(judge: Callable[[], str | None]) -> str | None:
+    try:
+        return judge()
+    except Exception as error:  # whatever the reader's answer raises is the verdict
+        if _collected.get() is not None:
+            raise
+        return f"it raised {type(error).__name__}: {error}"
+
+
+def _tell(verdict: Verdict) -> None:
+    collected = _collected.get()
+    if collected is None:
+        print(verdict)
+    else:
+        collected.append(verdict)
+
+
+def exercises_in(module: ModuleType) -> dict[str, Callable[..., None]]:
+    """Return {name: check} of the exercises a module defines, in its order."""
+    return {name: found for name, found in vars(module).items() if hasattr(found, "hints")}

@@ -1,0 +1,57 @@
+"""Records, ledgers and numbers → matplotlib axes.
+
+Each function takes an axis, or makes one, and returns it. None shows or saves.
+"""
+
+from __future__ import annotations
+
+from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
+from labutils.plotting.memory import snapshot, stacked_memory, timeline
+from labutils.plotting.numbers import curves, heat_map, rates, reconcile
+from labutils.plotting.runs import four_panels, loss_scale, losses, peaks, step_times, throughput
+from labutils.plotting.style import (
+    BLACK,
+    BLUE,
+    CATEGORY_LOOKS,
+    COLORS,
+    GREEN,
+    MARKERS,
+    ORANGE,
+    PURPLE,
+    SKY,
+    STYLES,
+    VERMILION,
+    YELLOW,
+)
+
+__all__ = [
+    "BLACK",
+    "BLUE",
+    "CATEGORY_LOOKS",
+    "COLORS",
+    "GREEN",
+    "MARKERS",
+    "ORANGE",
+    "PURPLE",
+    "SKY",
+    "STYLES",
+    "VERMILION",
+    "YELLOW",
+    "bit_layout",
+    "curves",
+    "four_panels",
+    "gradient_histogram",
+    "heat_map",
+    "loss_scale",
+    "losses",
+    "peaks",
+    "ranges",
+    "rates",
+    "reconcile",
+    "relative_spacing",
+    "snapshot",
+    "stacked_memory",
+    "step_times",
+    "throughput",
+    "timeline",
+]

@@ -1,0 +1,143 @@
+"""Numbers of any kind: guess beside measurement, curves, rates, and a table in colours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from labutils.plotting.style import BLACK, COLORS, MARKERS, line_look, new_axis, place_of
+
+# Ticks of a decade, where little more than one factor is drawn.
+MANY_TICKS = (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def reconcile(
+    rows: Mapping[str, Mapping[str, float | None]],
+    what: str,
+    ax: Axes | None = None,
+    unit: str = "×",
+) -> Axes:
+    """Draw {row: {guess, prediction, measurement, …: value}} as points on a log axis.
+
+    The value 1 is marked. None is left out.
+    """
+    ax = new_axis(ax, 7, 0.6 * len(rows) + 1.4)
+    kinds = _kinds(rows)
+    for i, kind in enumerate(kinds):
+        xs, ys = [], []
+        for y, values in enumerate(rows.values()):
+            if values.get(kind) is not None:
+                xs.append(float(values[kind]))
+                ys.append(y)
+        above = i % 2 == 0  # alternately above and below, so that close points stay readable
+        for x, y in zip(xs, ys, strict=True):
+            _write_beside(ax, x, y, unit, above)
+        if xs:
+            ax.plot(xs, ys, MARKERS[i], color=COLORS[i], ms=9, label=kind)
+    ax.axvline(1, color=BLACK, lw=0.8, ls=":")
+    _set_log_ticks(ax)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_ylim(len(rows) - 0.5, -0.6)
+    ax.margins(x=0.1)
+    ax.set_xlabel(what)
+    if kinds and rows:
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
+def _kinds(rows: Mapping[str, Mapping[str, float | None]]) -> list[str]:
+    kinds: dict[str, None] = {}
+    for values in rows.values():
+        kinds |= dict.fromkeys(values)
+    return list(kinds)
+
+
+def _write_beside(ax: Axes, x: float, y: float, unit: str, above: bool) -> None:
+    text = f"{x:,.0f}{unit}" if x >= 1000 else f"{x:.3g}{unit}"
+    offset = (0, 8 if above else -17)
+    ax.annotate(text, (x, y), xytext=offset, textcoords="offset points", ha="center")
+
+
+def _set_log_ticks(ax: Axes) -> None:
+    """Make the x axis logarithmic, with more ticks where it is short."""
+    ax.set_xscale("log")
+    low, high = ax.get_xlim()
+    if high > 100 * low:
+        locator = LogLocator(subs=(1,), numticks=5)  # the labels are wide, so few of them
+    elif high > 4 * low:
+        locator = LogLocator(subs=(1, 2, 5), numticks=None)
+    else:
+        locator = LogLocator(subs=MANY_TICKS, numticks=None)
+    ax.xaxis.set_major_locator(locator)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+
+
+def curves(
+    lines: Mapping[str, Mapping[float, float | None]],
+    xlabel: str,
+    ylabel: str,
+    ax: Axes | None = None,
+    log2_ticks: Sequence[float] = (),
+) -> Axes:
+    """Draw {label: {x: y}} as lines told apart by colour, marker and style.
+
+    A y of None leaves a gap. With `log2_ticks` the x axis is logarithmic and labelled there.
+    """
+    ax = new_axis(ax)
+    for i, (label, points) in enumerate(lines.items()):
+        y = [np.nan if value is None else value for value in points.values()]
+        look = line_look(i % len(COLORS))
+        ax.plot(list(points), y, **look, markevery=max(1, len(y) // 12), ms=6, label=label)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    if log2_ticks:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(log2_ticks, [f"{tick:g}" for tick in log2_ticks])
+    if lines:
+        ax.legend(frameon=False)
+    return ax
+
+
+def rates(by_name: Mapping[str, Mapping[int, float]], ax: Axes | None = None) -> Axes:
+    """Draw {name: {n: GFLOP/s of an n×n product}} on log axes."""
+    ax = new_axis(ax)
+    sizes: set[int] = set()
+    for position, (name, by_size) in enumerate(by_name.items()):
+        look = line_look(place_of(name, position))
+        ax.plot(list(by_size), list(by_size.values()), **look, label=name)
+        sizes |= by_size.keys()
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(sorted(sizes), sorted(sizes))
+    ax.set_xlabel("n of an n×n product")
+    ax.set_ylabel("GFLOP/s")
+    ax.legend(frameon=False)
+    return ax
+
+
+def heat_map(
+    values: np.ndarray,
+    rows: Sequence[object],
+    columns: Sequence[object],
+    ax: Axes | None = None,
+    fmt: str = "{:.0f}",
+) -> Axes:
+    """Draw a small table of numbers, shaded by value, with the values written in.
+
+    `values` is `(len(rows), len(columns))`. A NaN leaves its field empty.
+    """
+    ax = new_axis(ax, 5.5, 3.2)
+    image = ax.imshow(values, cmap="cividis", aspect="auto")
+    middle = (np.nanmin(values) + np.nanmax(values)) / 2
+    for i, j in np.argwhere(~np.isnan(values)):
+        value = values[i, j]
+        color = BLACK if value > middle else "white"
+        ax.text(j, i, fmt.format(value), ha="center", va="center", color=color)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.figure.colorbar(image, ax=ax)
+    return ax

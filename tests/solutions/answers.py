@@ -1,0 +1,32 @@
+"""What the solutions of each notebook consist of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One exercise: what the notebook gives to its check, right answers, and wrong ones.
+
+    Each wrong answer comes with words of the verdict that it must get.
+    """
+
+    exercise: str
+    given: tuple = ()
+    right: list[Any] = field(default_factory=list)
+    wrong: list[tuple[Any, str]] = field(default_factory=list)
+
+
+def broken(function: Callable, *changes: tuple[str, str]) -> Callable:
+    """Return a function whose source lines are replaced: each (old, new) in turn."""
+    source = inspect.getsource(function)
+    for old, new in changes:
+        assert old in source, old
+        source = source.replace(old, new)
+    namespace = dict(function.__globals__)
+    exec(source, namespace)
+    return namespace[function.__name__]
