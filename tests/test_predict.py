@@ -64,7 +64,7 @@ def measured(config):
             [batch] * config.grad_accum_steps,
             partial(lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
             optimizer,
-            autocast=lambda: precision.autocast(config.precision, CPU),
+            precision=config.precision,
             max_grad_norm=config.max_grad_norm,
         )
 
@@ -393,7 +393,7 @@ def test_any_module_is_predicted_and_left_alone(name):
         batch,
         lambda m, b: m(b).square().sum(),
         torch.optim.Adam,
-        precision_name=name,
+        precision=name,
         device="cpu",
     )
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -408,7 +408,7 @@ def test_any_module_is_predicted_and_left_alone(name):
             lambda m, b: m(b).square().sum(),
             optimizer,
             count_targets=lambda b: 1,
-            autocast=lambda: precision.autocast(name, CPU),
+            precision=name,
         )
     assert predicted.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
 

@@ -42,7 +42,8 @@ from labutils.prediction.traces import (
     _step_only,
     _trace,
 )
-from labutils.techniques import checkpointing, precision
+from labutils.techniques import checkpointing
+from labutils.techniques.precision import autocast
 from labutils.workload.gpt2 import SIZES
 
 KNOWN_GOOD_TORCH = "2.11 to 2.13"
@@ -263,7 +264,7 @@ def predict_module(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     optimizer: Callable[[Any], torch.optim.Optimizer],
     *,
-    precision_name: str = "fp32",
+    precision: str = "fp32",
     device: str = "a100",
 ) -> MemoryLedger:
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
@@ -276,7 +277,7 @@ def predict_module(
         raise RuntimeError(
             f"a step cannot be traced with torch {torch.__version__}; known to work: {KNOWN_GOOD_TORCH}"
         )
-    return _predict_module(model, batch, loss_fn, optimizer, precision_name, device)
+    return _predict_module(model, batch, loss_fn, optimizer, precision, device)
 
 
 def _predict_module(
@@ -284,7 +285,7 @@ def _predict_module(
     batch: Any,
     loss_fn: Callable,
     optimizer: Callable,
-    precision_name: str,
+    precision: str,
     device: str,
 ) -> MemoryLedger:
     on_cpu = tree_map_only(
@@ -301,7 +302,7 @@ def _predict_module(
             loss_fn,
             optimizer(twin.parameters()),
             log,
-            autocast=partial(precision.autocast, precision_name, CPU),
+            autocast=partial(autocast, precision, CPU),
         )
     if device == "cpu":
         return replay.ledger(trace, 1, "predicted for cpu", None)

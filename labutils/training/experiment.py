@@ -239,7 +239,7 @@ def _train_and_measure(
         optimizer,
         steps=steps,
         grad_accum_steps=config.grad_accum_steps // n,
-        precision_name=config.precision,
+        precision=config.precision,
         scaler=scaler,
         max_grad_norm=config.max_grad_norm,
         learning_rate_at=partial(learning_rate_at, config=config),
@@ -259,16 +259,15 @@ def _train_and_measure(
         return record
     micro_batches = [to_device(next(stream), where) for _ in range(config.grad_accum_steps // n)]
     try:
-        with precision.tf32(config.precision == "tf32"):
-            report = measure_step(
-                model,
-                micro_batches,
-                getattr(loss_fn, "eager", loss_fn),  # compiled code has no hooks to tell phases by
-                optimizer,
-                autocast=partial(precision.autocast, config.precision, where),
-                scaler=scaler,
-                max_grad_norm=config.max_grad_norm,
-            )
+        report = measure_step(
+            model,
+            micro_batches,
+            getattr(loss_fn, "eager", loss_fn),  # compiled code has no hooks to tell phases by
+            optimizer,
+            precision=config.precision,
+            scaler=scaler,
+            max_grad_norm=config.max_grad_norm,
+        )
     except KeyboardInterrupt:
         reason = "stopped (Ctrl-C or SIGTERM) after training, while memory was measured"
         return record.model_copy(update={"outcome": "interrupted", "reason": reason})
