@@ -173,7 +173,6 @@ def test_lines_are_at_most_100_columns():
     assert not wide, f"{len(wide)} lines, the first: {wide[:5]}"
 
 
-@not_yet
 def test_comprehensions_are_rare():
     kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     n_lines = n_found = 0

@@ -25,7 +25,7 @@ from labutils.memory.ledger import (
 )
 from labutils.memory.measure import measure_step
 from labutils.prediction import memory as prediction
-from labutils.prediction import trace
+from labutils.prediction import storage_log
 from labutils.prediction.cuda_rules import cuda_rules
 from labutils.prediction.extrapolation import CannotExtrapolate, extrapolated
 from labutils.prediction.memory import (
@@ -36,7 +36,8 @@ from labutils.prediction.memory import (
     tracing_works,
 )
 from labutils.prediction.resolve import resolve
-from labutils.prediction.trace import BIRTH, DEATH, OPERATION, Event, Segment, Storage, Trace
+from labutils.prediction.storage_log import BIRTH, DEATH, OPERATION, Event, Segment, Storage
+from labutils.prediction.trace import Trace
 from labutils.prediction.traces import _step_only, _trace
 from labutils.techniques import precision
 from labutils.techniques.checkpointing import BLOCKS_PER_UNIT
@@ -65,6 +66,8 @@ def measured(config):
             partial(lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
             optimizer,
             precision=config.precision,
+            # Small enough that no gradient is inf: a skipped step has no temporaries.
+            scaler=precision.grad_scaler(config.precision, CPU, init_scale=2.0**10),
             max_grad_norm=config.max_grad_norm,
         )
 
@@ -307,7 +310,7 @@ def test_self_check_agrees_with_the_real_allocator():
 
 
 def test_a_torch_that_cannot_be_traced_falls_back_to_the_closed_form(monkeypatch):
-    monkeypatch.setattr(trace, "_adds_in_place", lambda a, b: False)
+    monkeypatch.setattr(storage_log, "_adds_in_place", lambda a, b: False)
     tracing_works.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"Known to work: torch 2\.11"):

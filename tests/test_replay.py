@@ -20,7 +20,8 @@ from labutils.prediction import traces as predict
 from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
 from labutils.prediction.memory import Prediction, Sweep
 from labutils.prediction.resolve import resolve
-from labutils.prediction.trace import BIRTH, LASTING
+from labutils.prediction.storage_log import BIRTH
+from labutils.prediction.trace import LASTING
 from labutils.prediction.traces import _settings, _trace
 from labutils.techniques import optimizers
 from tests.helpers import slow

@@ -35,6 +35,8 @@ def measure_step(
     `loss_fn` returns a sum over `count_targets(micro_batch)`. The micro-batches are on the model's
     device already. The step really updates the model. Never time it: what is recorded is slow.
     The phases are forward, loss, backward, and optimizer (with unscaling and clipping).
+    Without the training's `scaler` fp16 gets a new one. Its first scale may be too large: then the
+    step is skipped, and temporaries of the optimizer are missed.
 
     On a CPU every byte has a category, and the ledger has a timeline. CUDA's allocator only tells
     totals: at the peak of backward, activations and temporaries are one category. The gradients

@@ -1,7 +1,7 @@
 """Predict the peak memory of a training step, by category and phase, without running it and without
 a GPU.
 
-The real model takes a real step on tensors without data (`labutils.trace`). Deep models are traced
+The real model takes a real step on tensors without data (`prediction.trace`). Deep models are traced
 with two and three layers only: a layer repeats, and bytes are affine in the number of sequences
 (`labutils.extrapolation`). For a card the step's requests are replayed through the caching
 allocator's rules (`labutils.replay`): what it must have, not only what tensors take.
