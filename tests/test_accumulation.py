@@ -6,16 +6,16 @@ The gradients are compared, not the losses: at the first step every bug leaves t
 
 from __future__ import annotations
 
-import inspect
 import itertools
 
 import pytest
 import torch
+from torch import nn
 
 import labutils as lab
 from labutils.techniques.precision import grad_scaler
-from labutils.training import loop as training
-from labutils.training.loop import train
+from labutils.techniques.step import take_step
+from labutils.training import loop
 from tests.helpers import CPU
 
 LENGTHS = ((24, 4), (9, 3), (16, 20), (5, 2), (24, 7), (3, 12))  # of 6 micro-batches of 2 sequences
@@ -46,7 +46,7 @@ def full_batches() -> list[dict[str, torch.Tensor]]:
 
 
 def gradients(
-    batches, precision: str, grad_accum_steps: int, train=lab.train, clip: float = CLIP
+    batches, precision: str, grad_accum_steps: int, clip: float = CLIP
 ) -> list[torch.Tensor]:
     """Return the gradient of each optimizer step of a run at a rate of 0, so that all steps see the
     same weights.
@@ -58,14 +58,14 @@ def gradients(
         lambda *_: found.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
     )
     scaler = grad_scaler(precision, CPU, init_scale=2.0**10)
-    train(
+    lab.train(
         model,
         batches,
         lab.lm_loss_sum,
         optimizer,
         steps=2,
         grad_accum_steps=grad_accum_steps,
-        precision_name=precision,
+        precision=precision,
         scaler=scaler,
         max_grad_norm=clip,
         progress=False,
@@ -104,7 +104,7 @@ def test_losses_of_accumulated_windows_equal_those_of_full_batches(precision):
             optimizer,
             steps=2,
             grad_accum_steps=accumulate,
-            precision_name=precision,
+            precision=precision,
             scaler=grad_scaler(precision, CPU, init_scale=2.0**10),
             progress=False,
         )
@@ -113,95 +113,171 @@ def test_losses_of_accumulated_windows_equal_those_of_full_batches(precision):
     assert series[1] == pytest.approx(series[0], rel=TOLERANCE[precision])
 
 
-def broken_train(*changes: tuple[str, str]):
-    """Return the training loop with source lines replaced."""
-    source = inspect.getsource(train)
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    namespace = dict(vars(training))
-    exec(
-        compile(f"from __future__ import annotations\n{source}", "broken train", "exec"), namespace
-    )
-    return namespace["train"]
+class Scaler:
+    """A GradScaler of which single calls can be left out or moved."""
+
+    def __init__(self, real: torch.amp.GradScaler) -> None:
+        self.real, self.scale = real, real.scale
+
+    def unscale_(self, optimizer) -> None:
+        pass
+
+    def step(self, optimizer) -> None:
+        optimizer.step()
+
+    def update(self) -> None:
+        pass
 
 
-LOSS = "replicas.loss(to_device(micro_batch, where))"
-DIVIDE = f"{LOSS} / n_targets"
-PASS, MICRO, WINDOW = (
-    24 * " ",
-    20 * " ",
-    16 * " ",
-)  # indentation: in a pass, after it, and per window
-BACKWARD = f"{PASS}scaler.scale(loss * replicas.size).backward()  # the exchange takes the processes' mean\n"
-COLLECT = "list(itertools.islice(stream, grad_accum_steps))"
-UNSCALE, STEP, UPDATE = (
-    f"{WINDOW}scaler.{call}\n" for call in ("unscale_(optimizer)", "step(optimizer)", "update()")
-)
-CLEAR = f"{WINDOW}optimizer.zero_grad(set_to_none=True)\n{WINDOW}log.stop"
-BUGS = {
-    "no division": [(DIVIDE, f"{LOSS} / count_targets(micro_batch)")],
-    "mean of means": [(DIVIDE, f"{LOSS} / count_targets(micro_batch) / len(micro_batches)")],
-    "short window divided as if full": [
-        (DIVIDE, f"{DIVIDE} * len(micro_batches) / grad_accum_steps")
-    ],
-    "unshifted labels counted": [
-        (DIVIDE, f"{LOSS} / sum(int((b['labels'] != -100).sum()) for b in micro_batches)")
-    ],
-    "windows of i % n == 0": [
-        (COLLECT, "list(itertools.islice(stream, grad_accum_steps if step else 1))")
-    ],
-    "last window dropped": [("if not micro_batches:", "if len(micro_batches) < grad_accum_steps:")],
-    "gradients not cleared": [(CLEAR, f"{WINDOW}log.stop")],
-    "cleared per micro-batch": [(BACKWARD, f"{PASS}optimizer.zero_grad()\n{BACKWARD}")],
-    "clipped per micro-batch": [
-        (BACKWARD, f"{BACKWARD}{MICRO}nn.utils.clip_grad_norm_(parameters, max_grad_norm)\n"),
-    ],
-}
-HIDDEN_BY_CLIPPING = (
-    "no division",
-    "short window divided as if full",
-    "unshifted labels counted",
-)  # wrong length only
+def no_division(model, window, loss_fn, optimizer, *, n_targets, **how):
+    def own_mean(model, batch):
+        return loss_fn(model, batch) / lab.count_targets(batch)
+
+    return take_step(model, window, own_mean, optimizer, n_targets=1, **how)
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_each_classic_bug_in_the_loop_is_caught(bug):
-    """Far outside the tolerance, not just outside.
+def mean_of_means(model, window, loss_fn, optimizer, *, n_targets, **how):
+    window = list(window)
 
-    Without clipping where that would hide a wrong length.
-    """
+    def own_mean(model, batch):
+        return loss_fn(model, batch) / lab.count_targets(batch)
+
+    return take_step(model, window, own_mean, optimizer, n_targets=len(window), **how)
+
+
+def short_window_divided_as_if_full(model, window, loss_fn, optimizer, *, n_targets, **how):
+    window = list(window)
+    as_if_full = n_targets * 4 / len(window)
+    return take_step(model, window, loss_fn, optimizer, n_targets=as_if_full, **how)
+
+
+def unshifted_labels_counted(model, window, loss_fn, optimizer, *, n_targets, **how):
+    window = list(window)
+    n_labels = sum(int((batch["labels"] != -100).sum()) for batch in window)
+    return take_step(model, window, loss_fn, optimizer, n_targets=n_labels, **how)
+
+
+def windows_of_i_modulo_n_equal_to_0(model, window, loss_fn, optimizer, *, n_targets, **how):
+    """The first window ends after micro-batch 0."""
+    window = list(window)
+    if len(window) == 4:
+        window = window[:1]
+    n_targets = sum(map(lab.count_targets, window))
+    return take_step(model, window, loss_fn, optimizer, n_targets=n_targets, **how)
+
+
+def last_window_dropped(model, window, loss_fn, optimizer, **how):
+    window = list(window)
+    if len(window) < 4:
+        return torch.zeros(())
+    return take_step(model, window, loss_fn, optimizer, **how)
+
+
+def gradients_not_cleared(model, window, loss_fn, optimizer, **how):
+    optimizer.zero_grad = lambda set_to_none: None
+    return take_step(model, window, loss_fn, optimizer, **how)
+
+
+def cleared_per_micro_batch(model, window, loss_fn, optimizer, **how):
+    def clearing():
+        for micro_batch in window:
+            optimizer.zero_grad()
+            yield micro_batch
+
+    return take_step(model, clearing(), loss_fn, optimizer, **how)
+
+
+def clipped_per_micro_batch(model, window, loss_fn, optimizer, *, max_grad_norm, **how):
+    def clipping():
+        for micro_batch in window:
+            yield micro_batch
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+
+    how["max_grad_norm"] = max_grad_norm
+    return take_step(model, clipping(), loss_fn, optimizer, **how)
+
+
+def unscaled_per_micro_batch(model, window, loss_fn, optimizer, *, scaler, **how):
+    def unscaling():
+        for micro_batch in window:
+            yield micro_batch
+            scaler.unscale_(optimizer)
+            scaler.update()
+
+    return take_step(model, unscaling(), loss_fn, optimizer, scaler=Scaler(scaler), **how)
+
+
+def clipped_before_unscaling(model, window, loss_fn, optimizer, *, scaler, **how):
+    late = Scaler(scaler)
+
+    def unscale_and_step(optimizer):
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    late.step = unscale_and_step
+    return take_step(model, window, loss_fn, optimizer, scaler=late, **how)
+
+
+BUGS = [
+    mean_of_means,
+    windows_of_i_modulo_n_equal_to_0,
+    last_window_dropped,
+    gradients_not_cleared,
+    cleared_per_micro_batch,
+    clipped_per_micro_batch,
+]
+HIDDEN_BY_CLIPPING = [  # only the gradient's length is wrong
+    no_division,
+    short_window_divided_as_if_full,
+    unshifted_labels_counted,
+]
+FP16_BUGS = [unscaled_per_micro_batch, clipped_before_unscaling]
+
+
+def name_of(bug) -> str:
+    return bug.__name__.replace("_", " ")
+
+
+@pytest.mark.parametrize("bug", BUGS + HIDDEN_BY_CLIPPING, ids=name_of)
+def test_each_classic_bug_in_the_step_is_caught(bug, monkeypatch):
+    """Far outside the tolerance, not just outside."""
     clip = 1e9 if bug in HIDDEN_BY_CLIPPING else CLIP
-    right = gradients(full_batches(), "fp32", 1, clip=clip)
-    found = gradients(micro_batches(), "fp32", 4, broken_train(*BUGS[bug]), clip)
+    right = gradients(full_batches(), "fp32", 1, clip)
+    monkeypatch.setattr(loop, "take_step", bug)
+    found = gradients(micro_batches(), "fp32", 4, clip)
     assert max(errors(found, right)) > 1000 * TOLERANCE["fp32"]
 
 
-FP16_BUGS = {
-    "unscaled per micro-batch": [
-        (BACKWARD, f"{BACKWARD}{MICRO}scaler.unscale_(optimizer)\n{MICRO}scaler.update()\n"),
-        (f"scaler.scale(one) if scaler.is_enabled() else one\n{UNSCALE}", "one\n"),
-        (f"{STEP}{UPDATE}", f"{WINDOW}optimizer.step()\n"),
-    ],
-    "clipped before unscaling": [(UNSCALE, ""), (STEP, f"{UNSCALE}{STEP}")],
-}
-
-
-@pytest.mark.parametrize("bug", FP16_BUGS)
-def test_each_wrong_order_of_scaler_calls_is_caught(bug, expected):
-    found = gradients(micro_batches(), "fp16", 4, broken_train(*FP16_BUGS[bug]))
+@pytest.mark.parametrize("bug", FP16_BUGS, ids=name_of)
+def test_each_wrong_order_of_scaler_calls_is_caught(bug, expected, monkeypatch):
+    monkeypatch.setattr(loop, "take_step", bug)
+    found = gradients(micro_batches(), "fp16", 4)
     assert max(errors(found, expected["fp16"])) > 20 * TOLERANCE["fp16"]
 
 
-def test_logging_the_last_micro_batch_is_caught():
+class LastOnly:
+    """In place of a sum: keeps what was added last."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self.total = total
+
+    def __iadd__(self, loss: torch.Tensor) -> LastOnly:
+        self.total.copy_(loss)
+        return self
+
+
+def last_micro_batch_logged(*args, mean_loss, **how):
+    return take_step(*args, mean_loss=LastOnly(mean_loss), **how)
+
+
+def test_logging_the_last_micro_batch_is_caught(monkeypatch):
     losses = []
-    for train_or_broken in (
-        lab.train,
-        broken_train(("step_loss += loss.detach()", "step_loss = loss.detach()")),
-    ):
+    for step in (take_step, last_micro_batch_logged):
+        monkeypatch.setattr(loop, "take_step", step)
         model = lab.build_model("gpt2-nano", dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        record = train_or_broken(
+        record = lab.train(
             model,
             micro_batches(),
             lab.lm_loss_sum,

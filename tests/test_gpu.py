@@ -146,17 +146,14 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     ids = torch.zeros((batch, seq_len), dtype=torch.int64, device=CUDA)
-    scaler = precision.grad_scaler(name, CUDA)
-    with precision.tf32(False):
-        measured = lab.measure_step(
-            built,
-            [{"input_ids": ids, "labels": ids}],
-            lab.lm_loss_sum,
-            optimizer,
-            autocast=lambda: precision.autocast(name, CUDA),
-            scaler=scaler,
-            max_grad_norm=config.max_grad_norm,
-        )
+    measured = lab.measure_step(
+        built,
+        [{"input_ids": ids, "labels": ids}],
+        lab.lm_loss_sum,
+        optimizer,
+        precision=name,
+        max_grad_norm=config.max_grad_norm,
+    )
     ratio = predicted.peak_bytes / measured.peak_bytes
     row = [
         model,

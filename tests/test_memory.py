@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,7 @@ from labutils.memory.ledger import (
     thinned,
 )
 from labutils.memory.tensors import tensor_bytes
-from labutils.techniques.precision import autocast, grad_scaler
+from labutils.techniques.precision import grad_scaler
 from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, without_onednn
 
 WIDTH, ROWS = 64, 32
@@ -124,8 +122,7 @@ def test_measured_peak_grows_with_the_batch():
 def test_autocast_keeps_parameters_gradients_and_moments_in_float32():
     reports = []
     for name in ("fp32", "bf16"):
-        options = {"autocast": partial(autocast, name, CPU), "scaler": grad_scaler(name, CPU)}
-        reports.append(step_report(chain(), [torch.randn(ROWS, WIDTH)], **options))
+        reports.append(step_report(chain(), [torch.randn(ROWS, WIDTH)], precision=name))
     for category in (PARAMETERS, GRADIENTS, OPTIMIZER):
         assert reports[0].phases["optimizer"][category] == reports[1].phases["optimizer"][category]
 
@@ -177,12 +174,12 @@ def test_measured_fp16_step_is_not_a_skipped_one():
         lab.lm_loss_sum,
         optimizer,
         steps=1,
-        precision_name="fp16",
+        precision="fp16",
         scaler=scaler,
         progress=False,
     )
     before = model.transformer.wpe.weight.detach().clone()
-    options = {"autocast": partial(autocast, "fp16", CPU), "scaler": scaler, "max_grad_norm": 1.0}
+    options = {"precision": "fp16", "scaler": scaler, "max_grad_norm": 1.0}
     report = lab.measure_step(model, [next(stream)], lab.lm_loss_sum, optimizer, **options)
     assert not torch.equal(model.transformer.wpe.weight, before)
     assert scaler.get_scale() == 2.0**14

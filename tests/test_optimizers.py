@@ -306,9 +306,7 @@ def test_the_ledger_knows_these_optimizers(changes):
     model = build_experiment_model(config, CPU)
     optimizer, loss_fn = build_optimizer(model, config), build_loss(config, CPU, accumulates=False)
     stream = lab.batches(lab.load_corpus(min_tokens=20_000).split(64)[0], 4, 0)
-    train(
-        model, stream, loss_fn, optimizer, steps=1, precision_name=config.precision, progress=False
-    )
+    train(model, stream, loss_fn, optimizer, steps=1, precision=config.precision, progress=False)
     with without_onednn():
         measured = lab.measure_step(model, [next(stream)], loss_fn, optimizer)
     assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.005)

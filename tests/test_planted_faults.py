@@ -1,17 +1,20 @@
 """37 faults, planted one at a time in a copy of the package: the fast test named beside a fault
 must fail there.
 
-A test that never fails proves nothing; here each is seen to fail. Not named are tests that replace
-source lines themselves (as those of test_accumulation.py do): they fail on any change, whether they
-understand it or not.
+A test that never fails proves nothing; here each is seen to fail. Faults around the step, planted as
+functions, are in test_accumulation.py.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +25,9 @@ from tests.helpers import REPO, committed, slow
 
 @dataclass(frozen=True)
 class Fault:
-    """In labutils/`module`.py the text `old`, which is there once, becomes `new`; `test` (below
-    tests/) must notice.
+    """In a module of labutils `old`, which is there once, becomes `new`; `test` must notice.
+
+    White space and comments are ignored in `old`. Further lines of `new` are indented as its first.
     """
 
     module: str
@@ -36,60 +40,72 @@ class Fault:
         return f"{self.module}: {self.name}"
 
 
-WINDOW = 16 * " "  # indentation in the training loop, per window
-UNSCALE, UPDATE = f"{WINDOW}scaler.unscale_(optimizer)\n", f"{WINDOW}scaler.update()\n"
-CLIP = f"{WINDOW}grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm) if max_grad_norm else one * math.nan\n"
-BACKWARD = f"{WINDOW}        scaler.scale(loss * replicas.size).backward()"
-
 FAULTS = [
     Fault(
         "training.loop",
         "divided as if all micro-batches had the targets of the first",
-        "sum(map(count_targets, micro_batches))",
-        "len(micro_batches) * count_targets(micro_batches[0])",
+        "sum(map(count_targets, window))",
+        "len(window) * count_targets(window[0])",
         "test_training.py::test_accumulated_gradients_equal_full_batch",
     ),
     Fault(
         "training.loop",
+        "held-out loss a mean of means",
+        "total += loss_fn(model, to_device(batch, device)) n_targets += count_targets(batch)",
+        "total += loss_fn(model, to_device(batch, device)) / count_targets(batch); n_targets += 1",
+        "test_training.py::test_held_out_loss_is_taken_without_dropout_and_training_goes_on",
+    ),
+    Fault(
+        "techniques.step",
         "clipped before unscaling",
-        f"{UNSCALE}{CLIP}",
-        f"{CLIP}{UNSCALE}",
+        """
+        scaler.unscale_(optimizer)
+        grad_norm = None
+        if max_grad_norm:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            grad_norm = clip(parameters, max_grad_norm)
+        """,
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        grad_norm = clip(parameters, max_grad_norm)
+        scaler.unscale_(optimizer)
+        """,
         "test_training.py::test_clipping_acts_on_unscaled_gradients",
     ),
     Fault(
-        "training.loop",
+        "techniques.step",
         "loss scale never updated",
-        UPDATE,
-        "",
+        "scaler.update()",
+        "pass",
         "test_training.py::test_an_overflow_skips_the_step_and_halves_the_scale",
     ),
     Fault(
-        "training.loop",
+        "techniques.step",
         "gradients not cleared",
-        f"{WINDOW}optimizer.zero_grad(set_to_none=True)\n{WINDOW}log.stop",
-        f"{WINDOW}log.stop",
+        "optimizer.zero_grad(set_to_none=True)",
+        "pass",
         "test_experiment.py::test_run_equals_the_loop_written_out",
     ),
     Fault(
-        "training.loop",
+        "techniques.step",
         "logged loss not detached",
-        "step_loss += loss.detach()",
-        "step_loss += loss",
+        "mean_loss += loss.detach()",
+        "mean_loss += loss",
         "test_training.py::test_no_graph_outlives_its_micro_batch",
     ),
     Fault(
-        "training.loop",
+        "techniques.step",
         "backward under autocast",
-        BACKWARD,
-        f"    {BACKWARD}",
+        "scaler.scale(loss).backward()",
+        "with autocast(): scaler.scale(loss).backward()",
         "test_training.py::test_autocast_is_over_before_backward",
     ),
     Fault(
-        "training.loop",
-        "held-out loss a mean of means",
-        "total += loss_fn(model, to_device(batch, where))\n            n_targets += count_targets(batch)",
-        "total += loss_fn(model, to_device(batch, where)) / count_targets(batch)\n            n_targets += 1",
-        "test_training.py::test_held_out_loss_is_taken_without_dropout_and_training_goes_on",
+        "techniques.step",
+        "gradients cleared before they are measured",
+        'phase("clear") optimizer.zero_grad(set_to_none=True)',
+        'optimizer.zero_grad(set_to_none=True); phase("clear")',
+        "test_memory.py::test_standing_bytes_are_exact",
     ),
     Fault(
         "techniques.loss",
@@ -220,8 +236,8 @@ FAULTS = [
     Fault(
         "prediction.allocator",
         "free neighbours not merged",
-        "if neighbour and not neighbour.used and neighbour.mapped:\n                block.pool",
-        "if neighbour and neighbour.used is None:\n                block.pool",
+        "if neighbour and not neighbour.used and neighbour.mapped: block.pool",
+        "if neighbour and neighbour.used is None:\n    block.pool",
         "test_allocator.py::test_neighbours_merge_and_holes_between_living_blocks_do_not",
     ),
     Fault(
@@ -251,13 +267,6 @@ FAULTS = [
         '{"forward": ACTIVATIONS, "loss": LOGITS}',
         '{"forward": LOGITS, "loss": ACTIVATIONS}',
         "test_memory.py::test_forward_peak_is_what_arithmetic_says",
-    ),
-    Fault(
-        "memory.measure",
-        "gradients left behind",
-        "report = recorder.report()\n    optimizer.zero_grad(set_to_none=True)\n",
-        "report = recorder.report()\n",
-        "test_memory.py::test_measured_step_is_a_real_step",
     ),
     Fault(
         "memory.measure",
@@ -306,19 +315,55 @@ FAULTS = [
 ]
 
 
+def words(source: str) -> list[tuple[str, int, int]]:
+    """Return names and signs with where they start and end.
+
+    Left out is what a formatter may change: white space, and a comma before a closing bracket.
+    """
+    found: list[tuple[str, int, int]] = []
+    for match in re.finditer(r"\w+|[^\w\s]", source):
+        if match.group() in ")]}" and found and found[-1][0] == ",":
+            found.pop()
+        found.append((match.group(), *match.span()))
+    return found
+
+
+def without_comments(source: str) -> str:
+    """Return a file's source with blanks in place of its comments."""
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            line = lines[row - 1]
+            blanks = " " * len(token.string)
+            lines[row - 1] = line[:column] + blanks + line[column + len(token.string) :]
+    return "".join(lines)
+
+
+def path_of(fault: Fault) -> str:
+    return f"labutils/{fault.module.replace('.', '/')}.py"
+
+
 def planted(fault: Fault) -> str:
     """Return the module's source with the fault in it.
 
     Fails if the source has changed where the fault belongs.
     """
-    source = (REPO / "labutils" / f"{fault.module.replace('.', '/')}.py").read_text(
-        encoding="utf-8"
+    source = (REPO / path_of(fault)).read_text(encoding="utf-8")
+    there = words(without_comments(source))
+    old = [word for word, _, _ in words(fault.old)]
+    places = []
+    for i in range(len(there) - len(old) + 1):
+        if [word for word, _, _ in there[i : i + len(old)]] == old:
+            places.append((there[i][1], there[i + len(old) - 1][2]))
+    assert len(places) == 1, (
+        f"{fault}: {path_of(fault)} has this {len(places)} times; plant it anew: {fault.old!r}"
     )
-    times = source.count(fault.old)
-    assert times == 1, (
-        f"{fault}: labutils/{fault.module}.py has this {times} times; plant it anew: {fault.old!r}"
-    )
-    return source.replace(fault.old, fault.new)
+    start, end = places[0]
+    line = source[source.rfind("\n", 0, start) + 1 : start]
+    indent = line[: len(line) - len(line.lstrip())]
+    new = textwrap.dedent(fault.new).strip().replace("\n", f"\n{indent}")
+    return source[:start] + new + source[end:]
 
 
 def copied(folder: Path) -> Path:
@@ -396,7 +441,6 @@ def test_planted_fault_is_noticed(fault, tmp_path):
     if not is_here(fault.test):
         pytest.skip("tests/solutions, whose tests notice it, is not here")
     course = copied(tmp_path)
-    path = course / "labutils" / f"{fault.module.replace('.', '/')}.py"
-    path.write_text(planted(fault), encoding="utf-8")
+    (course / path_of(fault)).write_text(planted(fault), encoding="utf-8")
     answer = run_fast_tests(course, fault.module, fault.test)
     assert answer.returncode == 1, f"{fault} survived {fault.test}:\n{answer.stdout}{answer.stderr}"

@@ -21,7 +21,8 @@ from labutils.prediction import memory as prediction
 from labutils.prediction import replay, traces
 from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
 from labutils.prediction.memory import Prediction, allocator_settings
-from labutils.prediction.trace import BIRTH, LASTING
+from labutils.prediction.storage_log import BIRTH
+from labutils.prediction.trace import LASTING
 from labutils.prediction.traces import _traced
 from labutils.techniques import optimizers
 from tests.helpers import sizes_on, slow

@@ -11,6 +11,7 @@ from torch import nn
 
 import labutils as lab
 from labutils.techniques.precision import grad_scaler
+from labutils.training import loop
 from labutils.workload.build import build_optimizer
 from tests.helpers import (
     CPU,
@@ -90,7 +91,7 @@ def test_scaling_changes_no_step_where_nothing_under_or_overflows():
             regression_batches(5),
             optimizer=sgd(model),
             steps=5,
-            precision_name="fp16",
+            precision="fp16",
             scaler=scaler,
         )
         results.append(flat(model))
@@ -106,7 +107,7 @@ def test_clipping_acts_on_unscaled_gradients():
         regression_batches(1),
         optimizer=sgd(model, 1.0),
         steps=1,
-        precision_name="fp16",
+        precision="fp16",
         scaler=scaler,
         max_grad_norm=0.01,
     )
@@ -124,7 +125,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
         [huge],
         optimizer=sgd(model),
         steps=1,
-        precision_name="fp16",
+        precision="fp16",
         scaler=scaler,
         max_grad_norm=1.0,
     )
@@ -138,7 +139,7 @@ def test_skips_and_scales_of_a_run_are_recorded():
     scaler = grad_scaler("fp16", CPU, init_scale=2.0**24, growth_interval=3)
     batches = regression_batches(20)
     record = train(
-        model, batches, optimizer=sgd(model, 1e-3), steps=20, precision_name="fp16", scaler=scaler
+        model, batches, optimizer=sgd(model, 1e-3), steps=20, precision="fp16", scaler=scaler
     )
     scales = record.series.loss_scale
     for before, after, skipped in zip(
@@ -163,9 +164,7 @@ def test_a_single_nan_does_not_stop_an_fp16_run():
     model = two_layers()
     good, bad = regression_batches(2)
     bad["x"] = bad["x"] * math.nan
-    record = train(
-        model, [good, bad, good, good], optimizer=sgd(model), steps=4, precision_name="fp16"
-    )
+    record = train(model, [good, bad, good, good], optimizer=sgd(model), steps=4, precision="fp16")
     assert record.outcome == "completed"
     assert record.series.skipped[1]
     assert flat(model).isfinite().all()
@@ -216,7 +215,7 @@ def test_held_out_loss_is_taken_without_dropout_and_training_goes_on():
 def test_unsupported_precision_is_refused_before_any_work():
     model = two_layers()
     with pytest.raises(RuntimeError, match="tf32"):
-        train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="tf32")
+        train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision="tf32")
 
 
 def test_late_nans_are_noticed_and_the_streak_is_dated():
@@ -224,7 +223,7 @@ def test_late_nans_are_noticed_and_the_streak_is_dated():
     good, bad = regression_batches(2)
     bad["x"] = bad["x"] * math.nan
     batches = [good, bad, *[good] * 3, *[bad] * 5]
-    record = train(model, batches, optimizer=sgd(model, 0.0), steps=10, precision_name="fp16")
+    record = train(model, batches, optimizer=sgd(model, 0.0), steps=10, precision="fp16")
     assert record.outcome == "non_finite"
     assert "since step 6" in record.reason
 
@@ -253,14 +252,14 @@ def test_training_and_evaluation_run_in_the_precision_asked_for(monkeypatch):
     )
     settings = []
     real = lab.precision.tf32
-    monkeypatch.setattr(lab.precision, "tf32", lambda on: settings.append(on) or real(on))
+    monkeypatch.setattr(loop, "tf32", lambda on: settings.append(on) or real(on))
     held_out = regression_batches(1)
     train(
         model,
         regression_batches(1),
         optimizer=sgd(model),
         steps=1,
-        precision_name="bf16",
+        precision="bf16",
         held_out=held_out,
     )
     assert dtypes == [(True, torch.bfloat16), (False, torch.bfloat16)]
@@ -273,7 +272,7 @@ def test_autocast_is_over_before_backward():
     """
     model, inside = two_layers(), []
     model[0].weight.register_hook(lambda _: inside.append(torch.is_autocast_enabled("cpu")))
-    train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision_name="bf16")
+    train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision="bf16")
     assert inside == [False]
 
 
@@ -319,7 +318,7 @@ def test_scaled_and_unscaled_fp16_training_agree_where_little_underflows():
             regression_batches(5),
             optimizer=sgd(model),
             steps=5,
-            precision_name="fp16",
+            precision="fp16",
             scaler=scaler,
         )
         results.append(flat(model))

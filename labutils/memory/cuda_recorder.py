@@ -25,10 +25,14 @@ from labutils.memory.ledger import (
 )
 from labutils.memory.tensors import optimizer_tensors, tensor_bytes
 
+# Totals are all that the allocator tells: what is not known otherwise goes into one category.
+REST_OF = {"forward": ACTIVATIONS, "loss": LOGITS, "backward": REST}
+
 
 class CudaRecorder:
-    """Reads the allocator's peak after each phase; in backward also whenever a gradient is
-    finished.
+    """Reads the allocator's peak after each phase.
+
+    It also looks after each module's forward pass, and whenever a gradient is finished.
     """
 
     CATEGORIES = (
@@ -47,9 +51,8 @@ class CudaRecorder:
         self.phases: dict[str, dict[str, int]] = {}
         self.segments: list[tuple[str, list, list]] = []
         self.n_looks = self.activations = 0
-        self.others = torch.cuda.memory_allocated() - sum(
-            self._known().values()
-        )  # of other code in this process
+        # What other code in this process has allocated.
+        self.others = torch.cuda.memory_allocated() - sum(self._known().values())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -66,22 +69,20 @@ class CudaRecorder:
         if phase == "forward":
             self.activations = 0
         if phase == "loss":
-            self.activations = (
-                torch.cuda.memory_allocated() - self.others - sum(self._known().values())
-            )
+            known = sum(self._known().values())
+            self.activations = torch.cuda.memory_allocated() - self.others - known
         torch.cuda.reset_peak_memory_stats()
         self.segments.append((phase, [], []))
         self._look()
 
     def end(self) -> None:
+        """Called where a phase is over; after the last one the gradients are still there."""
         torch.cuda.synchronize()
         if self.segments:
             self._look()
 
     def _look(self, *_: Any) -> None:
-        """Note what is allocated, and keep the categories if the allocator's peak has grown since
-        the last look.
-        """
+        """Note what is allocated; keep the categories if the peak has grown since the last look."""
         phase, at, alive = self.segments[-1]
         at.append(self.n_looks)
         alive.append(list(self._categories(phase, torch.cuda.memory_allocated()).values()))
@@ -96,27 +97,30 @@ class CudaRecorder:
         if phase == "loss":
             found[ACTIVATIONS] = self.activations
             rest -= self.activations
-        found[
-            {"forward": ACTIVATIONS, "loss": LOGITS, "backward": REST}.get(phase, TEMPORARIES)
-        ] = rest
+        found[REST_OF.get(phase, TEMPORARIES)] = rest
         return found
 
     def _known(self) -> dict[str, int]:
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        gradients = []
+        for p in self.model.parameters():
+            if p.grad is not None:
+                gradients.append(p.grad)
+        state = [t for t in optimizer_tensors(self.optimizer) if t.is_cuda]
         return {
-            PARAMETERS: tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
-            GRADIENTS: tensor_bytes(
-                [p.grad for p in self.model.parameters() if p.grad is not None]
-            ),
-            OPTIMIZER: tensor_bytes([t for t in optimizer_tensors(self.optimizer) if t.is_cuda]),
+            PARAMETERS: tensor_bytes(weights),
+            GRADIENTS: tensor_bytes(gradients),
+            OPTIMIZER: tensor_bytes(state),
             WORKSPACES: self.workspaces,
         }
 
     def report(self) -> MemoryLedger:
+        segments = []
+        for phase, at, alive in self.segments:
+            segments.append((phase, np.array(at), np.array(alive)))
         return MemoryLedger(
             phases=self.phases,
             method="CUDA allocator statistics (max_memory_allocated)",
             reserved_bytes=torch.cuda.max_memory_reserved(),
-            timeline=thinned(
-                [(phase, np.array(at), np.array(alive)) for phase, at, alive in self.segments]
-            ),
+            timeline=thinned(segments),
         )

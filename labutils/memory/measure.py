@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from labutils.config.choices import PRECISIONS
 from labutils.memory.cpu_recorder import CpuRecorder
 from labutils.memory.cuda_recorder import CudaRecorder
 from labutils.memory.ledger import MemoryLedger
 from labutils.memory.tensors import when_loss_begins
 from labutils.techniques.loss import count_targets
 from labutils.techniques.optimizers import StepInBackward
+from labutils.techniques.precision import autocast, grad_scaler, tf32
+from labutils.techniques.step import take_step
 
 
 def measure_step(
@@ -24,51 +27,53 @@ def measure_step(
     optimizer: torch.optim.Optimizer,
     *,
     count_targets: Callable[[Any], int] = count_targets,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    precision: str = "fp32",
     scaler: torch.amp.GradScaler | None = None,
     max_grad_norm: float = 0.0,
 ) -> MemoryLedger:
-    """Run one optimizer step over `micro_batches` as `train` does, and return its peak bytes by
-    phase and category.
+    """Take one optimizer step as `train` does; return its peak bytes by phase and category.
 
-    Phases: forward, loss, backward, optimizer (with unscaling and clipping). The step really
-    updates the model; never time it: instrumented steps are slow. `loss_fn` returns a sum over
-    `count_targets(micro_batch)`; `micro_batches` are already on the model's device. On a CPU every
-    byte has a category, and the ledger a timeline. On CUDA the allocator tells totals: at the peak
-    of backward, what autograd keeps and what is temporary are one category. Of an
-    `optimizers.StepInBackward` the gradients, which do not outlive backward, are temporaries on a CPU.
-    Raises ValueError if the optimizer makes its state in this very step: the first step has another
-    peak than others.
+    `loss_fn` returns a sum over `count_targets(micro_batch)`. The micro-batches are on the model's
+    device already. The step really updates the model. Never time it: what is recorded is slow.
+    The phases are forward, loss, backward, and optimizer (with unscaling and clipping).
+    Without the training's `scaler` fp16 gets a new one. Its first scale may be too large: then the
+    step is skipped, and temporaries of the optimizer are missed.
+
+    On a CPU every byte has a category, and the ledger has a timeline. CUDA's allocator only tells
+    totals: at the peak of backward, activations and temporaries are one category. The gradients
+    of an `optimizers.StepInBackward` do not outlive backward: on a CPU they are temporaries.
+    Raises ValueError if the optimizer makes its state in this step, which gives it another peak.
     """
     device = next(model.parameters()).device
-    scaler = scaler or torch.amp.GradScaler(device.type, enabled=False)
+    scaler = scaler or grad_scaler(precision, device)
     optimizer.zero_grad(set_to_none=True)
-    parameters = list(model.parameters())
-    n_targets, n_states = sum(map(count_targets, micro_batches)), len(optimizer.state)
+    n_states = len(optimizer.state)
     recorder = (CudaRecorder if device.type == "cuda" else CpuRecorder)(model, optimizer)
+
+    def phase(name: str) -> None:
+        if name == "clear":
+            recorder.end()  # gradients are recognised while they are there
+        else:
+            recorder.begin(name)
+
     handle = when_loss_begins(model, lambda: recorder.begin("loss"))
     try:
-        with recorder.recording():
+        with tf32(PRECISIONS[precision].tf32), recorder.recording():
             if isinstance(optimizer, StepInBackward):
                 optimizer.attach()  # after the recorder's hooks, which read gradients
-            for micro_batch in micro_batches:
-                recorder.begin("forward")
-                with autocast():
-                    loss = loss_fn(model, micro_batch) / n_targets
-                recorder.begin("backward")
-                scaler.scale(loss).backward()
-                del loss
-            recorder.begin("optimizer")
-            scaler.unscale_(optimizer)
-            if max_grad_norm:
-                nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            recorder.end()
+            take_step(
+                model,
+                micro_batches,
+                loss_fn,
+                optimizer,
+                n_targets=sum(map(count_targets, micro_batches)),
+                autocast=partial(autocast, precision, device),
+                scaler=scaler,
+                max_grad_norm=max_grad_norm,
+                phase=phase,
+            )
     finally:
         handle.remove()
-    report = recorder.report()
-    optimizer.zero_grad(set_to_none=True)
     if len(optimizer.state) != n_states:
         raise ValueError("the optimizer had no state yet: run an ordinary step first")
-    return report
+    return recorder.report()

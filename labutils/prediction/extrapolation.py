@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labutils.prediction.trace import BIRTH, DEATH, Event, Segment, Storage, Trace
+from labutils.prediction.storage_log import BIRTH, DEATH, Event, Segment, Storage
+from labutils.prediction.trace import Trace
 
 
 class CannotExtrapolate(ValueError):

@@ -28,7 +28,7 @@ from labutils.prediction import replay
 from labutils.prediction.allocator import DEFAULT, EXPANDABLE, CachingAllocator, Settings
 from labutils.prediction.trace import Trace, trace_step
 from labutils.prediction.traces import ON_CPU, Traces, fake_world
-from labutils.techniques import precision
+from labutils.techniques.precision import autocast
 
 # Of what the allocator needs at least: so near is the prediction, so that no "fits" is false.
 MARGIN = 1.02
@@ -203,7 +203,7 @@ def predict_module(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     optimizer: Callable[[Any], torch.optim.Optimizer],
     *,
-    precision_name: str = "fp32",
+    precision: str = "fp32",
     device: str | torch.device | Card = "a100",
 ) -> MemoryLedger:
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
@@ -226,7 +226,7 @@ def predict_module(
             loss_fn,
             optimizer(twin.parameters()),
             log,
-            autocast=partial(precision.autocast, precision_name, ON_CPU),
+            autocast=partial(autocast, precision, ON_CPU),
         )
     if card.gpu is None:
         return replay.ledger(trace, 1, "predicted for cpu", None)

@@ -14,16 +14,8 @@ import numpy as np
 
 from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, thinned
 from labutils.prediction.allocator import MIB, CachingAllocator, OutOfMemory, Settings, rounded
-from labutils.prediction.trace import (
-    BIRTH,
-    CATEGORIES,
-    DEATH,
-    LASTING,
-    OPERATION,
-    Event,
-    Segment,
-    Trace,
-)
+from labutils.prediction.storage_log import BIRTH, DEATH, OPERATION, Event, Segment
+from labutils.prediction.trace import CATEGORIES, LASTING, Trace
 
 # the first makes the optimizer's state, the second finds holes where there were none, the third is
 # as all

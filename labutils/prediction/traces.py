@@ -15,7 +15,8 @@ from labutils.config.choices import CHECKPOINTING, MODELS, PRECISIONS
 from labutils.config.schema import Config
 from labutils.prediction.cuda_rules import cuda_rules
 from labutils.prediction.extrapolation import CannotExtrapolate, extrapolated
-from labutils.prediction.trace import StorageLog, Trace, each_slab_size_once, trace_step
+from labutils.prediction.storage_log import StorageLog, each_slab_size_once
+from labutils.prediction.trace import Trace, trace_step
 from labutils.techniques import precision
 from labutils.techniques.loss import lm_loss_sum
 from labutils.workload.build import build_optimizer, float32_model

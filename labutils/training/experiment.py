@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from labutils.config.cards import PrecisionUnsupported
-from labutils.config.choices import COMPILE_MODES, PRECISIONS
+from labutils.config.choices import COMPILE_MODES
 from labutils.config.reader import load_config
 from labutils.config.resolve import Run, resolve
 from labutils.config.schema import Config
@@ -27,7 +27,6 @@ from labutils.memory.device_memory import (
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.measure import measure_step
 from labutils.prediction.out_of_memory import require_host_memory, ways_out
-from labutils.techniques import precision
 from labutils.techniques.schedule import learning_rate_at
 from labutils.training import distributed
 from labutils.training.loop import to_device, train
@@ -170,7 +169,7 @@ def _train_and_measure(
         work.optimizer,
         steps=run.steps,
         grad_accum_steps=config.grad_accum_steps // n,
-        precision_name=config.precision,
+        precision=config.precision,
         scaler=work.scaler,
         max_grad_norm=config.max_grad_norm,
         learning_rate_at=rate,
@@ -201,16 +200,15 @@ def _measured(
     # compiled code has no hooks to tell phases by
     loss_fn = getattr(work.loss_fn, "eager", work.loss_fn)
     try:
-        with precision.tf32(PRECISIONS[config.precision].tf32):
-            ledger = measure_step(
-                work.model,
-                micro_batches,
-                loss_fn,
-                work.optimizer,
-                autocast=partial(precision.autocast, config.precision, device),
-                scaler=work.scaler,
-                max_grad_norm=config.max_grad_norm,
-            )
+        ledger = measure_step(
+            work.model,
+            micro_batches,
+            loss_fn,
+            work.optimizer,
+            precision=config.precision,
+            scaler=work.scaler,
+            max_grad_norm=config.max_grad_norm,
+        )
     except KeyboardInterrupt:
         reason = "stopped (Ctrl-C or SIGTERM) after training, while memory was measured"
         return {"outcome": "interrupted", "reason": reason}

@@ -19,8 +19,8 @@ class StepLog:
 
     KEPT = ("rows", "learning_rates", "held_out", "non_finite_in_a_row")  # in a saved state
 
-    def __init__(self, where: torch.device) -> None:
-        self.cuda = where.type == "cuda"
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
         self.pending: list[torch.Tensor] = []
         self.rows: list[list[float]] = []  # loss, grad_norm, loss_scale
         self.learning_rates: list[float] = []
@@ -41,9 +41,15 @@ class StepLog:
         self.begun = self._mark()
 
     def stop(
-        self, loss: torch.Tensor, grad_norm: torch.Tensor, scale: torch.Tensor, learning_rate: float
+        self,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor | None,  # None where clipping is off
+        scale: torch.Tensor,
+        learning_rate: float,
     ) -> None:
         self.marks.append((self.begun, self._mark()))
+        if grad_norm is None:
+            grad_norm = torch.full_like(loss, math.nan)
         self.pending.append(torch.stack([loss.float(), grad_norm.float(), scale.float()]))
         self.learning_rates.append(learning_rate)
 
@@ -59,9 +65,9 @@ class StepLog:
         if self.pending:
             for row in torch.stack(self.pending).tolist():
                 self.rows.append(row)
-                self.non_finite_in_a_row = (
-                    0 if math.isfinite(row[0]) else self.non_finite_in_a_row + 1
-                )
+                self.non_finite_in_a_row += 1
+                if math.isfinite(row[0]):
+                    self.non_finite_in_a_row = 0
             self.pending = []
         self.last_read = time.monotonic()
         return self.rows[-1][0] if self.rows else math.nan
@@ -81,13 +87,13 @@ class StepLog:
             setattr(self, key, state[key])
 
     def series(self, final_scale: float) -> Series:
-        loss, grad_norm, scale = (
-            (list(column) for column in zip(*self.rows, strict=True)) if self.rows else ([], [], [])
-        )
-        after = [
-            *scale[1:],
-            final_scale,
-        ]  # a scale that fell means: inf or NaN was found, the step was skipped
+        loss, grad_norm, scale = [], [], []
+        for row in self.rows:
+            loss.append(row[0])
+            grad_norm.append(row[1])
+            scale.append(row[2])
+        # A scale that fell means that inf or NaN was found, and the step skipped.
+        after = [*scale[1:], final_scale]
         return Series(
             loss=loss,
             grad_norm=grad_norm,

@@ -175,7 +175,7 @@ class Trials:
             build_optimizer(model, c),
             steps=STEPS,
             grad_accum_steps=c.grad_accum_steps,
-            precision_name=c.precision,
+            precision=c.precision,
             scaler=precision.grad_scaler(c.precision, CUDA, c.init_scale, c.growth_interval),
             max_grad_norm=c.max_grad_norm,
             progress=False,

@@ -294,7 +294,7 @@ def ours(config: Config, stream: Iterator[Batch], where: torch.device) -> list[f
         loss_fn,
         build_optimizer(model, config),
         steps=config.steps,
-        precision_name=config.precision,
+        precision=config.precision,
         scaler=precision.grad_scaler(
             config.precision, where, config.init_scale, config.growth_interval
         ),

@@ -21,7 +21,6 @@ from labutils.config.choices import Model
 from labutils.memory.device_memory import free_memory
 from labutils.memory.measure import measure_step
 from labutils.prediction.memory import predict_module
-from labutils.techniques import precision
 from labutils.techniques.loss import lm_loss_sum
 from labutils.training.loop import to_device, train
 from labutils.training.speed import flops_per_token
@@ -98,23 +97,17 @@ def measure(shape: Shape, where: torch.device, name: str) -> tuple[float, int, i
     batch = {"input_ids": ids, "labels": ids}
     adamw = lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True)  # noqa: E731
     card = "this" if where.type == "cuda" else "cpu"
-    predicted = predict_module(model, batch, lm_loss_sum, adamw, precision_name=name, device=card)
+    predicted = predict_module(model, batch, lm_loss_sum, adamw, precision=name, device=card)
     flops = flops_per_token(model, shape.seq_len) * shape.batch * shape.seq_len
     model = model.to(where)
     optimizer = adamw(model.parameters())
     endless = iter(lambda: batch, None)
     record = train(
-        model, endless, lm_loss_sum, optimizer, steps=TIMED + 2, precision_name=name, progress=False
+        model, endless, lm_loss_sum, optimizer, steps=TIMED + 2, precision=name, progress=False
     )
     if record.outcome == "out_of_memory":
         raise torch.OutOfMemoryError(record.reason)
-    report = measure_step(
-        model,
-        [to_device(batch, where)],
-        lm_loss_sum,
-        optimizer,
-        autocast=lambda: precision.autocast(name, where),
-    )
+    report = measure_step(model, [to_device(batch, where)], lm_loss_sum, optimizer, precision=name)
     return (
         statistics.median(record.series.step_ms[2:]),
         report.peak_bytes,
