@@ -91,3 +91,11 @@ def test_setup_says_when_other_programs_compute(monkeypatch, capsys):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0, 0), raising=False)
         setup()
         assert ("OTHER PROGRAMS COMPUTE HERE" in capsys.readouterr().out) == warned
+
+
+def test_what_torch_holds_unused_is_free(monkeypatch):
+    """One answer to "how much is free on this card", whoever asks."""
+    monkeypatch.setattr(here, "driver_memory", lambda device: (2 * 2**30, 8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
+    assert here.free_bytes(torch.device("cuda")) == 4 * 2**30

@@ -1,4 +1,4 @@
-"""37 faults, planted one at a time in a copy of the package: the fast test named beside a fault
+"""41 faults, planted one at a time in a copy of the package: the fast test named beside a fault
 must fail there.
 
 A test that never fails proves nothing; here each is seen to fail. Faults around the step, planted as
@@ -41,6 +41,34 @@ class Fault:
 
 
 FAULTS = [
+    Fault(
+        "config.resolve",
+        "BF16 chosen for a card without it",
+        "WITH_BF16.name if card.has_bf16 else WITHOUT_BF16.name",
+        "WITH_BF16.name",
+        "test_precision.py::test_16bit_is_no_precision_until_a_card_decides",
+    ),
+    Fault(
+        "config.choices",
+        "an unknown name answered by the first row",
+        "raise ValueError(f\"{name!r} is not one of the {self.kind}: {', '.join(self)}\")",
+        "return next(iter(self.values()))",
+        "test_choices.py::test_an_unknown_name_raises_in_every_table",
+    ),
+    Fault(
+        "machine.here",
+        "what torch holds unused counted as taken",
+        "return free + unused",
+        "return free",
+        "test_device.py::test_what_torch_holds_unused_is_free",
+    ),
+    Fault(
+        "training.code_version",
+        "a module that decides numbers forgotten",
+        "to_read += imported_files(one)",
+        "pass",
+        "test_records.py::test_every_module_that_decides_a_number_is_in_the_code_version",
+    ),
     Fault(
         "training.loop",
         "divided as if all micro-batches had the targets of the first",
@@ -117,8 +145,8 @@ FAULTS = [
     Fault(
         "techniques.precision",
         "autocast around weights that are BF16 already",
-        'if precision in ("fp16", "bf16"):',
-        'if precision in ("fp16", "bf16", "pure_bf16"):',
+        "if PRECISIONS[precision].autocast:",
+        "if PRECISIONS[precision].is_16bit:",
         "test_precision.py::test_autocast_gives_the_dtype_of_the_precision",
     ),
     Fault(
@@ -129,7 +157,7 @@ FAULTS = [
         "test_precision.py::test_tf32_switch_is_put_back",
     ),
     Fault(
-        "techniques.precision",
+        "machine.here",
         "BF16 said to be supported on a T4",
         "torch.cuda.is_bf16_supported(including_emulation=False)",
         "torch.cuda.is_bf16_supported()",
@@ -150,7 +178,7 @@ FAULTS = [
         "test_config.py::test_override_beats_when_cpu_beats_file",
     ),
     Fault(
-        "config.reader",
+        "config.yaml_source",
         "columns counted from 0",
         "(mark.line + 1, mark.column + 1)",
         "(mark.line + 1, mark.column)",
@@ -164,38 +192,38 @@ FAULTS = [
         "test_config.py::test_mistake_is_reported_where_it_stands",
     ),
     Fault(
-        "config.schema",
+        "config.agreement",
         "tokens_per_step rounded down to a multiple",
-        "if tokens % per_pass:",
-        "if tokens < per_pass:",
+        "if per_pass and tokens % per_pass:",
+        "if per_pass and tokens < per_pass:",
         "test_config.py::test_mistake_is_reported_where_it_stands",
     ),
     Fault(
-        "config.schema",
+        "config.agreement",
         "as many warm-up steps as steps refused",
-        'values["lr_warmup_steps"] > values["steps"]',
-        'values["lr_warmup_steps"] >= values["steps"]',
+        "and warmup > steps:",
+        "and warmup >= steps:",
         "test_config.py::test_what_just_fits_is_accepted",
     ),
     Fault(
-        "prediction.memory",
+        "prediction.traces",
         "blocks beyond whole checkpointing units forgotten",
-        "(n * unit + n_layer % unit for n in FEW_LAYERS)",
-        "(n * unit for n in FEW_LAYERS)",
+        "last_unit = n_layer % unit",
+        "last_unit = 0",
         "test_predict.py::test_two_and_three_layers_tell_about_all[smaller-last-unit]",
     ),
     Fault(
-        "prediction.traces",
+        "prediction.memory",
         "a card traced by a CPU's rules",
-        'gpu = None if device == "cpu" else card_named(device).gpu',
-        "gpu = None",
+        "Traces(config, card.gpu, keep_outputs)",
+        "Traces(config, None, keep_outputs)",
         "test_replay.py::test_categories_add_up_to_what_the_allocator_has_given",
     ),
     Fault(
         "prediction.memory",
         "gradients of earlier micro-batches forgotten",
-        "self._at(micro_batch_size, min(n_micro_batches, 2))",
-        "self._at(micro_batch_size, 1)",
+        "trace = self.traces.at(micro_batch_size, n_traced)",
+        "trace = self.traces.at(micro_batch_size, 1)",
         "test_predict.py::test_gradients_stay_alive_between_micro_batches",
     ),
     Fault(

@@ -13,6 +13,7 @@ import torch
 import labutils as lab
 from labutils.files import new_id, write_atomically
 from labutils.training import experiment
+from labutils.training.code_version import PACKAGE, modules_behind
 from labutils.training.experiment import run_experiments
 from labutils.training.records import RecordError, RunRecord, Series, Timing, load_record
 from labutils.workload import data
@@ -321,3 +322,10 @@ def test_what_cannot_be_read_is_named_and_stops_nothing(runs, monkeypatch):
 def test_files_in_a_shared_folder_can_be_read_by_others(runs):
     if sys.platform != "win32":
         assert record("fp32").save().stat().st_mode & 0o777 == 0o644
+
+
+def test_every_module_that_decides_a_number_is_in_the_code_version():
+    found = {path.name for path in modules_behind(PACKAGE / "training" / "experiment.py")}
+    assert {"step.py", "distributed.py", "loss.py", "optimizers.py", "choices.py"} <= found
+    assert {"data.py", "gpt2.py", "measure.py", "build.py", "loop.py", "speed.py"} <= found
+    assert not found & {"fit.py", "cli.py", "runs.py"}

@@ -1,0 +1,73 @@
+"""One row per value: an unknown name raises in one place, wherever it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils.config import choices
+from labutils.config.choices import Rows
+from labutils.techniques import checkpointing, compiling, optimizers
+from labutils.techniques.attention import use_attention
+from labutils.techniques.precision import autocast, grad_scaler, products_dtype
+from tests.helpers import rate_of
+
+TABLES = [value for value in vars(choices).values() if isinstance(value, Rows)]
+CPU = torch.device("cpu")
+
+
+def optimizer(**changes):
+    config = lab.load_config("fp32")
+    how = {
+        "optimizer": config.optimizer,
+        "implementation": config.optimizer_impl,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.0,
+        "in_backward": False,
+    }
+    return optimizers.build_optimizer(torch.nn.Linear(2, 2), **how | changes)
+
+
+# Everything that takes a name of a row, with a name that has none.
+ASKED = {
+    "precision": lambda: autocast("fp8", CPU),
+    "scaler": lambda: grad_scaler("fp8", CPU),
+    "dtype": lambda: products_dtype("fp8"),
+    "support": lambda: lab.support("fp8", CPU),
+    "training": lambda: lab.train(
+        torch.nn.Linear(2, 2), [], lab.lm_loss_sum, optimizer(), steps=1, precision="fp8"
+    ),
+    "prediction": lambda: lab.predict_module(
+        torch.nn.Linear(2, 2),
+        torch.ones(1, 2),
+        lambda model, x: model(x).sum(),
+        torch.optim.SGD,
+        precision="fp8",
+    ),
+    "optimizer": lambda: optimizer(optimizer="lion"),
+    "implementation": lambda: optimizer(implementation="quick"),
+    "attention": lambda: use_attention(lab.build_model(), "linear"),
+    "policy": lambda: checkpointing.Units(torch.nn.ModuleList(), "some", 0.0),
+    "model": lambda: lab.build_model("gpt3"),
+    "weights": lambda: lab.build_model(weights="good"),
+    "activation": lambda: lab.build_model(activation="relu"),
+    "compile": lambda: compiling.mode_and_arguments("fast", "cpu", False),
+    "schedule": lambda: rate_of(0, lab.load_config("fp32").model_copy(update={"lr_schedule": "x"})),
+    "ledger": lambda: lab.predict_memory(
+        lab.load_config("fp32").model_copy(update={"precision": "fp8"})
+    ),
+}
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.kind)
+def test_an_unknown_name_raises_in_every_table(table):
+    with pytest.raises(ValueError, match="'unknown' is not one of the"):
+        table["unknown"]
+    assert all(table[name].name == name for name in table)
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=list(ASKED))
+def test_no_code_answers_for_a_name_that_has_no_row(ask):
+    with pytest.raises((ValueError, lab.ConfigError)):
+        ask()
