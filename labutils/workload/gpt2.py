@@ -48,6 +48,7 @@ def build_model(
     pad_vocab: bool = False,
     gradient_checkpointing: str = "none",
     n_layer: int | None = None,
+    size: tuple[int, int, int, int] | None = None,
 ) -> nn.Module:
     """Return Hugging Face's GPT-2 of the named size, float32, on the CPU, in training mode.
 
@@ -57,9 +58,10 @@ def build_model(
     `gradient_checkpointing="block"` keeps each block's input only and computes the block again in the backward pass;
     `every_2` and so on do so for units of two blocks or more; `selective` and `offload`: see `checkpointing.Units`.
     `attention`: see `use_attention`. `n_layer` builds another depth than the named one, with random weights.
+    `size`, as in SIZES, builds any other shape, with random weights too.
     """
     GPT2Config, GPT2LMHeadModel = _transformers()
-    own_layers, n_head, n_embd, vocab = SIZES[model]
+    own_layers, n_head, n_embd, vocab = size or SIZES[model]
     vocab = -(-vocab // 64) * 64 if pad_vocab else vocab
     shape = {
         "activation_function": ACTIVATIONS[activation],
