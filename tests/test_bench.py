@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import json
-import zipfile
+import os
+import shutil
+import subprocess
 
 import pytest
 import torch
 
 import labutils as lab
-from labutils.tools.bench import arms, compare, gpu_suite
+from labutils.tools.bench import arms, compare
 from labutils.tools.bench import main as bench
+from labutils.tools.bench.record_snapshot import record_snapshot
 from labutils.tools.cli import main
-from tests.helpers import CPU
+from tests.helpers import CPU, REPO
 
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
 
@@ -148,37 +151,63 @@ def test_scale_measures_and_predicts_the_same_peak(runs, capsys):
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_gpu_suite_without_a_gpu_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "--gpu-suite", str(tmp_path / "out")]) == 1
-    assert "doctor" in capsys.readouterr().err
-
-
-def test_a_part_is_stopped_at_its_time_and_only_what_is_unfinished_runs_again(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(gpu_suite.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
-    python, out = [gpu_suite.PYTHON, "-c"], tmp_path / "out"
-    out.mkdir()
-    leaves = "import os, pathlib; pathlib.Path(os.environ['LABUTILS_RUNS'], 'a.json').write_text('{\"x\": 1}')"
-    steps = {"leaves": [*python, leaves], "sleeps": [*python, "import time; time.sleep(60)"]}
-    assert not gpu_suite.run_part(7, out, steps, seconds=6)
-    assert "the time is up: SIGINT" in (out / "7-log.txt").read_text()
-    assert json.loads((out / "7-records.json").read_text()) == [{"x": 1}]
-    steps = {"leaves": [*python, "raise SystemExit(1)"], "sleeps": [*python, "print('well')"]}
-    assert gpu_suite.run_part(7, out, steps)  # the first is done, so it is not run
-    assert "leaves: done before" in capsys.readouterr().out
-    assert {path.name for path in out.iterdir()} == {"7-log.txt", "7-records.json"}
-
-
-def test_the_suites_snapshot_is_recorded_and_collected(runs, tmp_path):
-    path = gpu_suite.record_snapshot("gpt2-nano")
+def test_the_snapshot_of_a_step_is_recorded_under_the_devices_name(tmp_path):
+    path = record_snapshot(tmp_path, "gpt2-nano")
+    assert path.name.startswith("snapshot-gpt2-nano-")
     found = lab.snapshot.load(path)
     assert sum(found.at_peak().values()) > 10 * 2**20
-    gpu_suite._collect(path.parent, tmp_path, 3)
-    assert not (tmp_path / "3-records.json").exists()
-    with zipfile.ZipFile(tmp_path / "3-files.zip") as archive:
-        assert archive.namelist() == [path.name]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_gpu_records_only_what_has_not_ended_well(tmp_path):
+    """With a stand-in for Python: what is run, what is left to run, where results land."""
+    (tmp_path / "labutils" / "reference").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPO / name, tmp_path)
+    for name in ("01-One.ipynb", "02-Two.ipynb"):
+        (tmp_path / name).touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    for stamp in ("installed", "installed-bench"):
+        (tmp_path / ".venv" / stamp).touch()
+
+    def make(fails: str) -> list[str]:
+        (tmp_path / "log").write_text("")
+        environment = {**os.environ, "FAILS": fails}
+        del environment["LABUTILS_RUNS"]
+        command = ["make", "-k", "-s", "gpu"]
+        answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+        assert (answer.returncode == 0) == (fails == "nothing"), answer.stderr
+        done = (tmp_path / "log").read_text().splitlines()
+        return [line for line in done if "choose_device" not in line]
+
+    assert make("choose_device") == []  # without a GPU
+    first = make("labs 02")
+    assert [line.split()[-1] for line in first] == [
+        "tests",
+        "01-One.ipynb",
+        "02-Two.ipynb",
+        "labutils/reference",
+        "bench",
+        "--ablate",
+        "--scale",
+    ]
+    assert [line.split()[-1] for line in make("nothing")] == ["02-Two.ipynb"]
+    assert make("nothing") == []
+    found = {path.name for path in (tmp_path / "labutils" / "reference").iterdir()}
+    assert found == {"01-One.ipynb-1-2-3.json", "02-Two.ipynb-1-2-3.json", "bench", "ledger.csv"}
+
+
+STAND_IN = """#!/bin/sh
+echo "$*" >> log
+case "$*" in *"$FAILS"*) exit 1;; esac
+for last; do :; done
+if [ -n "$LABUTILS_RUNS" ]; then
+    mkdir -p "$LABUTILS_RUNS" && touch "$LABUTILS_RUNS/$last-1-2-3.json"
+fi
+"""
 
 
 def test_any_batch_and_length_make_a_step_of_one_micro_batch():

@@ -183,12 +183,6 @@ def _add_bench(add: Add) -> None:
         help="how cost grows with batch, length, layers, width and vocabulary, or some of them",
     )
     bench.add_argument(
-        "--gpu-suite", type=Path, metavar="OUT", help="everything only a GPU shows, in three parts"
-    )
-    bench.add_argument(
-        "--part", type=int, default=0, choices=[1, 2, 3], help="of the GPU suite, this part only"
-    )
-    bench.add_argument(
         "--arms", nargs="+", default=[], metavar="ARM", help="beside ours, these arms only"
     )
     bench.add_argument("--blocks", type=_count, default=7, help="timed blocks of each arm (7)")

@@ -18,7 +18,7 @@ from labutils.machine.gpu import choose_device
 from labutils.machine.here import device_name, environment
 from labutils.prediction.memory import needed_gib, predict_memory
 from labutils.techniques import precision
-from labutils.tools.bench import gpu_suite, scale
+from labutils.tools.bench import scale
 from labutils.tools.bench.compare import Row, run, save, table
 
 QUICK = {"warmup": 2, "blocks": 2, "steps": 4}
@@ -55,8 +55,6 @@ def main(options: Any, overrides: dict[str, Any]) -> int:
     """Compare the arms, or with `--ablate` the switches of the optimized config; print, save,
     return an exit code.
     """
-    if options.gpu_suite:
-        return gpu_suite.main(options.gpu_suite, options.part)
     where = choose_device()
     if options.scale is not None:
         name = overrides.get("precision", "bf16" if where.type == "cuda" else "fp32")
