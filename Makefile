@@ -1,9 +1,10 @@
 # make test: everything CI runs.
 # make labs: execute the notebooks on this machine, into runs/.
 # make gpu:  on a machine with an NVIDIA GPU, run the GPU tests, the notebooks, a memory snapshot
-#            and the benchmark. Their records, the snapshot, the benchmark's results and a comparison
-#            of the ledger with the card land in labutils/reference/. A step that has ended well is
-#            not run again: its stamp is in runs/gpu/. `make -k gpu` goes on after a step that fails.
+#            and the benchmark. Their records, the snapshot, the benchmark's results and the
+#            comparison of the ledger with the card land in labutils/reference/. A step that has
+#            ended well is not run again: its stamp is in runs/gpu/. `make -k gpu` goes on after
+#            a step that fails.
 # All three set themselves up.
 PYTHON ?= python3
 VENV ?= .venv
