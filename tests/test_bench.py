@@ -4,15 +4,18 @@ import json
 import os
 import shutil
 import subprocess
+from itertools import islice
 
 import pytest
 import torch
 
 import labutils as lab
-from labutils.tools.bench import arms, compare
+from labutils.tools.bench import arms, compare, process
 from labutils.tools.bench import main as bench
+from labutils.tools.bench.models import PlainGPT, hugging_face_model, initial_weights
 from labutils.tools.bench.record_snapshot import record_snapshot
 from labutils.tools.cli import main
+from labutils.workload.gpt2 import SIZES
 from tests.helpers import CPU, REPO
 
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
@@ -27,18 +30,14 @@ def config():
 
 def stream(config):
     """Four micro-batches, then the end."""
-    batches = lab.batches(
-        lab.load_corpus(min_tokens=20_000).split(config.seq_len)[0], config.micro_batch_size, 0
-    )
-    return (next(batches) for _ in range(4))
+    sequences, _ = lab.load_corpus(min_tokens=20_000).split(config.seq_len)
+    return islice(lab.batches(sequences, config.micro_batch_size, 0), 4)
 
 
 def test_the_plain_gpt_is_the_same_function_with_the_same_gradients(config):
     batch = next(stream(config))
-    plain, ours = (
-        arms.PlainGPT(config),
-        lab.build_model(dropout=0.0, seed=config.seed, pad_vocab=True),
-    )
+    plain = PlainGPT(config)
+    ours = lab.build_model(dropout=0.0, seed=config.seed, pad_vocab=True)
     targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     loss = plain(batch["input_ids"], targets)
     expected = lab.lm_loss_sum(ours, batch) / lab.count_targets(batch)
@@ -56,20 +55,35 @@ def test_the_plain_gpt_is_the_same_function_with_the_same_gradients(config):
 
 
 def test_arms_without_dropout_train_alike(config):
-    expected = arms.ours(config, stream(config), CPU)
+    expected = arms.ours(config, stream(config), CPU).losses
     assert len(expected) == 4 and expected[-1] < expected[0]
     for arm in (arms.plain, arms.ours_bare):
-        assert arm(config, stream(config), CPU) == pytest.approx(
-            expected, abs=0.01
-        )  # other weight decay
-    for arm in (arms.source, arms.corrected):  # Hugging Face's defaults drop out a tenth
-        found = arm(config, stream(config), CPU)
+        found = arm(config, stream(config), CPU).losses
+        assert found == pytest.approx(expected, abs=0.01)  # other weight decay
+    for arm in (arms.tutorial, arms.corrected):  # Hugging Face's defaults drop out a tenth
+        found = arm(config, stream(config), CPU).losses
         assert found[0] == pytest.approx(expected[0], abs=0.05)
 
 
-def test_an_unpadded_model_gets_the_first_rows_of_the_padded_weights(config):
-    padded = arms.initial_weights(config)["transformer.wte.weight"]
-    assert torch.equal(arms.hugging_faces_model(config, CPU).transformer.wte.weight, padded[:2048])
+def test_an_unpadded_model_gets_the_first_rows_of_the_padded_weights(config, monkeypatch):
+    monkeypatch.setitem(SIZES, "gpt2-nano", (4, 4, 128, 2040))
+    padded = initial_weights(config)["transformer.wte.weight"]
+    assert len(padded) == 2048
+    assert torch.equal(hugging_face_model(config, CPU).transformer.wte.weight, padded[:2040])
+
+
+def test_every_arm_of_the_table_is_a_row_somewhere(config):
+    """So an arm that is written down is never forgotten by the commands."""
+    compared = {row.arm for row in bench.arm_rows(config)}
+    ablated = {row.arm for row in bench.ablation_rows(config, CPU)}
+    assert compared | ablated == set(arms.ARMS)
+    assert len({row.name for row in bench.arm_rows(config)}) == len(bench.arm_rows(config))
+
+
+def test_an_unknown_arm_is_refused_before_anything_runs(capsys):
+    assert main(["bench", "--arms", "plain", "no_such_arm"]) == 1
+    message = capsys.readouterr().err
+    assert "no such arm: no_such_arm; there are: tutorial, corrected" in message
 
 
 def test_quick_bench_from_the_command_line(runs, capsys):
@@ -92,9 +106,9 @@ def test_quick_bench_from_the_command_line(runs, capsys):
 
 def test_an_arm_that_fails_is_a_row_with_its_reason(config):
     rows = [
-        compare.Row("bad", "no_such_arm", config),
-        compare.Row("left out", "trainer", config, failed="needs accelerate"),
-        compare.Row("ours", "ours", config),
+        process.Row("bad", "no_such_arm", config),
+        process.Row("left out", "trainer", config, failed="needs accelerate"),
+        process.Row("ours", "ours", config),
     ]
     compare.run(rows, warmup=1, blocks=1, steps=2, progress=False)
     assert "no_such_arm" in rows[0].failed and rows[1].failed == "needs accelerate"
@@ -103,11 +117,11 @@ def test_an_arm_that_fails_is_a_row_with_its_reason(config):
     assert float(shown[2].replace(",", "")) > 0
 
 
-def test_an_arm_that_says_nothing_ends_and_its_row_says_so(config, monkeypatch):
-    monkeypatch.setattr(compare, "PATIENCE_S", 0.1)  # importing torch takes longer
-    rows = [compare.Row("ours", "ours", config)]
+def test_an_arm_that_does_not_answer_ends_and_its_row_says_so(config, monkeypatch):
+    monkeypatch.setattr(process, "PATIENCE_S", 0.1)  # importing torch takes longer
+    rows = [process.Row("ours", "ours", config)]
     compare.run(rows, warmup=1, blocks=1, steps=2, progress=False)
-    assert rows[0].failed == "nothing heard of it for 0.1 s"
+    assert rows[0].failed == "no answer for 0.1 s"
 
 
 def test_ablation_changes_one_switch_a_row_and_leaves_out_what_the_device_lacks(config):
@@ -220,7 +234,7 @@ def test_the_trainer_learns_what_the_others_do(config):
     pytest.importorskip("accelerate")
     few = config.model_copy(update={"steps": 11})
     batches = lab.batches(lab.load_corpus(min_tokens=20_000).split(32)[0], 2, 0)
-    found = arms.trainer(few, (next(batches) for _ in range(10)), CPU)
+    found = arms.trainer(few, islice(batches, 10), CPU).losses
     batches = lab.batches(lab.load_corpus(min_tokens=20_000).split(32)[0], 2, 0)
-    expected = arms.corrected(few, (next(batches) for _ in range(10)), CPU)
+    expected = arms.corrected(few, islice(batches, 10), CPU).losses
     assert found[-1] == pytest.approx(sum(expected[5:]) / 5, abs=0.05)  # dropout draws other masks
