@@ -1,7 +1,4 @@
-"""The notebooks at other desks than ours:
-
-Little memory, cells run again and again, paths in other scripts.
-"""
+"""The notebooks where memory is short, cells run again and again, and paths are odd."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -54,9 +50,7 @@ def failures(notebook) -> list[str]:
 def test_a_notebook_runs_to_its_end_where_memory_is_short(runs, name, mib):
     """On a GPU it is the card's free memory that counts; the same code decides by it."""
     if mib == 5 and name.startswith("02"):
-        pytest.skip(
-            "its runs are about learning: where nothing can be trained there is nothing to draw"
-        )
+        pytest.skip("its runs are about learning: without training there is nothing to draw")
     notebook = nbformat.read(REPO / name, as_version=4)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(SHORT.format(mib=mib)))
     kernel(notebook).execute()
@@ -117,8 +111,7 @@ def test_odd_paths_and_no_home_folder_work(tmp_path):
     for arguments in (["run", "fp32", *small], ["figures", "名"], ["labs", "01 课.ipynb"]):
         answer = labutils(*arguments)
         assert answer.returncode == 0, answer.stderr
-    made = [
-        path.relative_to(course / "runs").as_posix() for path in Path(course / "runs").rglob("*")
-    ]
+    runs = course / "runs"
+    made = [path.relative_to(runs).as_posix() for path in runs.rglob("*")]
     assert any(name.startswith("名-") and name.endswith(".json") for name in made)
     assert {"01 课.html", "01 课.ipynb"} <= set(made)
