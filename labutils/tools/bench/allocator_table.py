@@ -3,10 +3,10 @@
     python -m labutils.tools.bench.allocator_table OUT.csv                      # chosen configs
     python -m labutils.tools.bench.allocator_table OUT.csv --draw 20 --seed 1   # drawn at random
 
-Each row is three steps of `lab.train` from an empty allocator. It has the bytes allocated and
-reserved at most, with torch's default settings and with expandable segments, and the smallest cap
-of the allocator under which the steps complete. Only sizes count, so weights and text do not
-matter. Rows are added to OUT.csv; a config that has a row is not run again.
+Each row is three steps of `lab.train` from an empty allocator. It has the peaks of bytes allocated
+and reserved, and the smallest cap of the allocator under which the steps complete. Reserved bytes
+and caps are there for torch's default settings and for expandable segments. Only sizes count:
+weights and text do not matter. A config that has a row in OUT.csv is not run again.
 """
 
 from __future__ import annotations

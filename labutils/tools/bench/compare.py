@@ -34,8 +34,11 @@ def run(
     blocks: int = 7,
     steps: int = 10,
     progress: bool = True,
-) -> None:
-    """Fill the rows in. A process starts when the one before it has warmed up."""
+) -> bool:
+    """Fill the rows in, but for those that have failed before; return whether all of them ran.
+
+    A process starts when the one before it has warmed up.
+    """
     processes = []
     total = len(rows) * (1 + blocks)
     bar = tqdm(total=total, disable=not progress, desc="warming up", file=sys.stdout)
@@ -61,6 +64,7 @@ def run(
         bar.close()
         for process in processes:
             process.close()
+    return not any(process.row.failed for process in processes)
 
 
 def _run_block(process: ArmProcess) -> None:

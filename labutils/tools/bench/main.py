@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -61,14 +61,13 @@ def main(options: Namespace, overrides: dict[str, Any]) -> int:
         what, how = f"{what}-quick", QUICK
     tokens = f"{config.micro_batch_size} × {config.seq_len} tokens a step"
     print(f"{device_name(device)}: {config.model}, {tokens}, {config.precision}; {how}")
-    runnable = [row for row in rows if not row.failed]
-    run(rows, **how)
+    all_completed = run(rows, **how)
     print(table(rows).to_string())
     if device.type == "cuda":
         print("Where CUDA graphs replay, the peak leaves out their pool: see the reserved bytes.")
     path = save(rows, what)
     print(f"saved {path.name} and its figure in {path.parent}")
-    return 0 if all(row.facts for row in runnable) else 1
+    return 0 if all_completed else 1
 
 
 def _scale(device: torch.device, name: str, names: Sequence[str], quick: bool) -> int:
@@ -89,7 +88,7 @@ def _scale(device: torch.device, name: str, names: Sequence[str], quick: bool) -
         "commit": commit(),
         "precision": name,
         "environment": environment(device),
-        "points": [asdict(point) for point in points],
+        "points": list(map(asdict, points)),
     }
     write_atomically(path, json.dumps(facts, indent=1).encode())
     title = f"GPT-2, {name}, eager; measured on {device_name(device)}"
@@ -98,7 +97,7 @@ def _scale(device: torch.device, name: str, names: Sequence[str], quick: bool) -
     return 0
 
 
-def _unknown(problem: str, unknown: set[str], known: Sequence[str]) -> str:
+def _unknown(problem: str, unknown: Iterable[str], known: Iterable[str]) -> str:
     return f"bench {problem}: {', '.join(sorted(unknown))}; there are: {', '.join(known)}"
 
 
@@ -158,11 +157,13 @@ def arm_rows(config: Config, chosen: Sequence[str] = ()) -> list[Row]:
     if config.compile != "off":
         eager = config.model_copy(update={"compile": "off"})
         rows.append(Row(f"{OURS.title}, eager", OURS.name, eager))
-    known = [*(arm.name for arm in COMPETITORS), OURS.name]
-    if unknown := set(chosen) - set(known):
+    last = Row(f"{OURS.title}, compile {config.compile}", OURS.name, config)
+    if not chosen:
+        return [*rows, last]
+    known = dict.fromkeys(row.arm for row in [*rows, last])
+    if unknown := set(chosen) - known.keys():
         raise ConfigError(_unknown("--arms: no such arm", unknown, known))
-    kept = [row for row in rows if not chosen or row.arm in chosen]
-    return [*kept, Row(f"{OURS.title}, compile {config.compile}", OURS.name, config)]
+    return [*(row for row in rows if row.arm in chosen), last]
 
 
 def ablation_rows(
