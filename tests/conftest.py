@@ -9,7 +9,6 @@ import torch
 
 from labutils.config import reader as config
 from labutils.config.reader import CONFIGS_DIR
-from labutils.tools import cli
 from tests.helpers import committed
 
 
@@ -31,7 +30,6 @@ def shipped_configs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch, runs_root, shipped_configs):
     monkeypatch.setattr(config, "CONFIGS_DIR", shipped_configs)
-    monkeypatch.setattr(cli, "CONFIGS_DIR", shipped_configs)
     monkeypatch.setenv("LABUTILS_RUNS", str(runs_root))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a hub that refuses

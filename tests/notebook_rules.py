@@ -1,9 +1,8 @@
-"""A pytest plugin that makes nbval strict where it is lax, for the suite and for instructors
-(`pytest 0*.ipynb`).
+"""A pytest plugin that makes nbval strict where it is lax: `pytest 0*.ipynb`.
 
 After a failed cell the rest of that notebook is skipped, instead of failing for the same reason
-over and over; a cell tagged `raises-exception` that raises nothing fails; runs go to a temporary
-folder, so nothing is reused or left behind.
+again. A cell tagged `raises-exception` that raises nothing fails. Runs go to a temporary folder, so
+nothing is reused or left behind.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def pytest_runtest_makereport(item, call):
     report = outcome.get_result()
     tags = item.cell.metadata.get("tags", [])
     if report.passed and "raises-exception" in tags and not _raised(item):
-        report.outcome, report.longrepr = (
-            "failed",
-            "this cell is tagged raises-exception, but raised nothing",
-        )
+        report.outcome = "failed"
+        report.longrepr = "this cell is tagged raises-exception, but raised nothing"
     if report.failed:
         _failed_notebooks.add(str(item.path))
 

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import json
-import zipfile
+import os
+import shutil
+import subprocess
+from itertools import islice
 
 import pytest
 import torch
 
 import labutils as lab
-from labutils.tools.bench import arms, compare, gpu_suite
+from labutils.tools.bench import arms, compare, process
 from labutils.tools.bench import main as bench
+from labutils.tools.bench.models import PlainGPT, hugging_face_model, initial_weights
+from labutils.tools.bench.record_snapshot import record_snapshot
 from labutils.tools.cli import main
-from tests.helpers import CPU
+from labutils.workload.gpt2 import SIZES
+from tests.helpers import CPU, REPO
 
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
 
@@ -24,18 +30,14 @@ def config():
 
 def stream(config):
     """Four micro-batches, then the end."""
-    batches = lab.batches(
-        lab.load_corpus(min_tokens=20_000).split(config.seq_len)[0], config.micro_batch_size, 0
-    )
-    return (next(batches) for _ in range(4))
+    sequences, _ = lab.load_corpus(min_tokens=20_000).split(config.seq_len)
+    return islice(lab.batches(sequences, config.micro_batch_size, 0), 4)
 
 
 def test_the_plain_gpt_is_the_same_function_with_the_same_gradients(config):
     batch = next(stream(config))
-    plain, ours = (
-        arms.PlainGPT(config),
-        lab.build_model(dropout=0.0, seed=config.seed, pad_vocab=True),
-    )
+    plain = PlainGPT(config)
+    ours = lab.build_model(dropout=0.0, seed=config.seed, pad_vocab=True)
     targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     loss = plain(batch["input_ids"], targets)
     expected = lab.lm_loss_sum(ours, batch) / lab.count_targets(batch)
@@ -53,20 +55,34 @@ def test_the_plain_gpt_is_the_same_function_with_the_same_gradients(config):
 
 
 def test_arms_without_dropout_train_alike(config):
-    expected = arms.ours(config, stream(config), CPU)
+    expected = arms.ours(config, stream(config), CPU).losses
     assert len(expected) == 4 and expected[-1] < expected[0]
     for arm in (arms.plain, arms.ours_bare):
-        assert arm(config, stream(config), CPU) == pytest.approx(
-            expected, abs=0.01
-        )  # other weight decay
-    for arm in (arms.source, arms.corrected):  # Hugging Face's defaults drop out a tenth
-        found = arm(config, stream(config), CPU)
+        found = arm(config, stream(config), CPU).losses
+        assert found == pytest.approx(expected, abs=0.01)  # other weight decay
+    for arm in (arms.tutorial, arms.corrected):  # Hugging Face's defaults drop out a tenth
+        found = arm(config, stream(config), CPU).losses
         assert found[0] == pytest.approx(expected[0], abs=0.05)
 
 
-def test_an_unpadded_model_gets_the_first_rows_of_the_padded_weights(config):
-    padded = arms.initial_weights(config)["transformer.wte.weight"]
-    assert torch.equal(arms.hugging_faces_model(config, CPU).transformer.wte.weight, padded[:2048])
+def test_an_unpadded_model_gets_the_first_rows_of_the_padded_weights(config, monkeypatch):
+    monkeypatch.setitem(SIZES, "gpt2-nano", (4, 4, 128, 2040))
+    padded = initial_weights(config)["transformer.wte.weight"]
+    assert len(padded) == 2048
+    assert torch.equal(hugging_face_model(config, CPU).transformer.wte.weight, padded[:2040])
+
+
+def test_every_arm_of_the_table_is_a_row_somewhere(config):
+    """So an arm that is written down is never forgotten by the commands."""
+    compared, ablated = bench.arm_rows(config), bench.ablation_rows(config, CPU)
+    assert {row.arm for row in compared + ablated} == set(arms.ARMS)
+    assert len({row.name for row in compared}) == len(compared)
+
+
+def test_an_unknown_arm_is_refused_before_anything_runs(capsys):
+    assert main(["bench", "--arms", "plain", "no_such_arm"]) == 1
+    message = capsys.readouterr().err
+    assert "no such arm: no_such_arm; there are: tutorial, corrected" in message
 
 
 def test_quick_bench_from_the_command_line(runs, capsys):
@@ -89,45 +105,47 @@ def test_quick_bench_from_the_command_line(runs, capsys):
 
 def test_an_arm_that_fails_is_a_row_with_its_reason(config):
     rows = [
-        compare.Row("bad", "no_such_arm", config),
-        compare.Row("left out", "trainer", config, failed="needs accelerate"),
-        compare.Row("ours", "ours", config),
+        process.Row("bad", "no_such_arm", config),
+        process.Row("left out", "trainer", config, failed="needs accelerate"),
+        process.Row("ours", "ours", config),
     ]
-    compare.run(rows, warmup=1, blocks=1, steps=2, progress=False)
+    assert not compare.run(rows, warmup=1, blocks=1, steps=2, progress=False)
     assert "no_such_arm" in rows[0].failed and rows[1].failed == "needs accelerate"
     shown = compare.table(rows)["tokens/s"].tolist()
     assert shown[0].startswith("not run: KeyError") and shown[1] == "not run: needs accelerate"
     assert float(shown[2].replace(",", "")) > 0
 
 
-def test_an_arm_that_says_nothing_ends_and_its_row_says_so(config, monkeypatch):
-    monkeypatch.setattr(compare, "PATIENCE_S", 0.1)  # importing torch takes longer
-    rows = [compare.Row("ours", "ours", config)]
+def test_an_arm_that_does_not_answer_ends_and_its_row_says_so(config, monkeypatch):
+    monkeypatch.setattr(process, "PATIENCE_S", 0.1)  # importing torch takes longer
+    rows = [process.Row("ours", "ours", config)]
     compare.run(rows, warmup=1, blocks=1, steps=2, progress=False)
-    assert rows[0].failed == "nothing heard of it for 0.1 s"
+    assert rows[0].failed == "no answer for 0.1 s"
 
 
 def test_ablation_changes_one_switch_a_row_and_leaves_out_what_the_device_lacks(config):
+    def values(one):
+        return one.model_dump(exclude={"when_cpu", "overrides"}).items()
+
     rows = bench.ablation_rows(config, CPU)
     assert rows[-1].config == config
-    shares = [bench.ablation_rows(config, CPU, (k, 3)) for k in (1, 2, 3)]
-    assert all(share[-1].config == config for share in shares)
-    assert sorted(row.name for share in shares for row in share[:-1]) == sorted(
-        row.name for row in rows[:-1]
-    )
     for row in rows[:-1]:
         if row.arm != "ours":  # the same config in another loop
             assert row.config == config and row.failed
             continue
-        differing = [
-            key
-            for key in type(config).model_fields
-            if getattr(row.config, key) != getattr(config, key)
-        ]
-        assert len(differing) == 1, row.name
+        assert len(values(row.config) - values(config)) == 1, row.name
     assert "Ampere" in next(row.failed for row in rows if row.config.precision == "tf32")
     for changes in bench.ABLATIONS.values():
         assert set(changes) <= set(type(config).model_fields)
+
+
+def test_shares_of_an_ablation_have_each_row_once(config):
+    shared = []
+    for k in (1, 2, 3):
+        *rows, last = bench.ablation_rows(config, CPU, (k, 3))
+        assert last.config == config
+        shared += [row.name for row in rows]
+    assert sorted(shared) == sorted(row.name for row in bench.ablation_rows(config, CPU)[:-1])
 
 
 def test_scale_measures_and_predicts_the_same_peak(runs, capsys):
@@ -148,37 +166,56 @@ def test_scale_measures_and_predicts_the_same_peak(runs, capsys):
     assert path.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_gpu_suite_without_a_gpu_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "--gpu-suite", str(tmp_path / "out")]) == 1
-    assert "doctor" in capsys.readouterr().err
-
-
-def test_a_part_is_stopped_at_its_time_and_only_what_is_unfinished_runs_again(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(gpu_suite.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
-    python, out = [gpu_suite.PYTHON, "-c"], tmp_path / "out"
-    out.mkdir()
-    leaves = "import os, pathlib; pathlib.Path(os.environ['LABUTILS_RUNS'], 'a.json').write_text('{\"x\": 1}')"
-    steps = {"leaves": [*python, leaves], "sleeps": [*python, "import time; time.sleep(60)"]}
-    assert not gpu_suite.run_part(7, out, steps, seconds=6)
-    assert "the time is up: SIGINT" in (out / "7-log.txt").read_text()
-    assert json.loads((out / "7-records.json").read_text()) == [{"x": 1}]
-    steps = {"leaves": [*python, "raise SystemExit(1)"], "sleeps": [*python, "print('well')"]}
-    assert gpu_suite.run_part(7, out, steps)  # the first is done, so it is not run
-    assert "leaves: done before" in capsys.readouterr().out
-    assert {path.name for path in out.iterdir()} == {"7-log.txt", "7-records.json"}
-
-
-def test_the_suites_snapshot_is_recorded_and_collected(runs, tmp_path):
-    path = gpu_suite.record_snapshot("gpt2-nano")
+def test_the_snapshot_of_a_step_is_recorded_under_the_devices_name(tmp_path):
+    path = record_snapshot(tmp_path, "gpt2-nano")
+    assert path.name.startswith("snapshot-gpt2-nano-")
     found = lab.snapshot.load(path)
     assert sum(found.at_peak().values()) > 10 * 2**20
-    gpu_suite._collect(path.parent, tmp_path, 3)
-    assert not (tmp_path / "3-records.json").exists()
-    with zipfile.ZipFile(tmp_path / "3-files.zip") as archive:
-        assert archive.namelist() == [path.name]
+
+
+@pytest.mark.skipif(os.name == "nt" or not shutil.which("make"), reason="needs make and sh")
+def test_make_gpu_records_only_what_has_not_ended_well(tmp_path):
+    """With a stand-in for Python: what is run, what is left to run, where results land."""
+    (tmp_path / "labutils" / "reference").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPO / name, tmp_path)
+    for name in ("01-One.ipynb", "02-Two.ipynb"):
+        (tmp_path / name).touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    for stamp in ("installed", "installed-bench"):
+        (tmp_path / ".venv" / stamp).touch()
+
+    def make(fails: str) -> list[str]:
+        (tmp_path / "log").write_text("")
+        environment = {**os.environ, "FAILS": fails}
+        del environment["LABUTILS_RUNS"]
+        command = ["make", "-k", "-s", "gpu"]
+        answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+        assert (answer.returncode == 0) == (fails == "nothing"), answer.stderr
+        return (tmp_path / "log").read_text().splitlines()
+
+    notebooks = ["01-One.ipynb", "02-Two.ipynb"]
+    last_words = ["tests", *notebooks, "labutils/reference", "bench", "--ablate", "--scale"]
+    assert make("choose_device") == []  # without a GPU
+    assert make("labs 02") == last_words
+    assert make("nothing") == ["02-Two.ipynb"]
+    assert make("nothing") == []
+    found = sorted(path.name for path in (tmp_path / "labutils" / "reference").iterdir())
+    assert found == ["01-One.ipynb-1-2-3.json", "02-Two.ipynb-1-2-3.json", "bench", "ledger.csv"]
+
+
+# Logs the last word of each command but the one that looks for a GPU, and leaves a record.
+STAND_IN = """#!/bin/sh
+for last; do :; done
+case "$*" in *choose_device*) ;; *) echo "$last" >> log;; esac
+case "$*" in *"$FAILS"*) exit 1;; esac
+if [ -n "$LABUTILS_RUNS" ]; then
+    mkdir -p "$LABUTILS_RUNS" && touch "$LABUTILS_RUNS/$last-1-2-3.json"
+fi
+"""
 
 
 def test_any_batch_and_length_make_a_step_of_one_micro_batch():
@@ -191,7 +228,7 @@ def test_the_trainer_learns_what_the_others_do(config):
     pytest.importorskip("accelerate")
     few = config.model_copy(update={"steps": 11})
     batches = lab.batches(lab.load_corpus(min_tokens=20_000).split(32)[0], 2, 0)
-    found = arms.trainer(few, (next(batches) for _ in range(10)), CPU)
+    found = arms.trainer(few, islice(batches, 10), CPU).losses
     batches = lab.batches(lab.load_corpus(min_tokens=20_000).split(32)[0], 2, 0)
-    expected = arms.corrected(few, (next(batches) for _ in range(10)), CPU)
+    expected = arms.corrected(few, islice(batches, 10), CPU).losses
     assert found[-1] == pytest.approx(sum(expected[5:]) / 5, abs=0.05)  # dropout draws other masks

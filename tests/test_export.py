@@ -297,7 +297,7 @@ def test_export_never_overwrites(tmp_path, capsys):
         (["fp32", "torch.py"], "hides the library"),
         (["fp32", "cuda.py"], "hides the library"),
         (["fp32", "random.py"], "hides the library"),
-        (["fp32", "train"], "is no name for a script"),
+        (["fp32", "train"], "is not a name for a script"),
         (["fp33", "train.py"], "no such file"),
         (["tf32", "train.py", "--device", "cpu"], "use fp32"),
         (["fp32", "train.py", "--set", "steps=0"], "`steps`"),

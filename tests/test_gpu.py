@@ -23,7 +23,8 @@ from labutils.memory.tensors import tensor_bytes
 from labutils.prediction import replay
 from labutils.techniques import precision
 from labutils.techniques.schedule import learning_rate_at
-from labutils.tools.bench.allocator_table import BLOCK, CHUNKS, LEAN, Trials
+from labutils.tools.bench.allocator_configs import BLOCK, CHUNKS, LEAN
+from labutils.tools.bench.allocator_table import Trials
 from labutils.tools.cli import main
 from labutils.training import experiment
 from labutils.training.loop import to_device

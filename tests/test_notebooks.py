@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib as mpl
 import nbformat
@@ -28,8 +29,9 @@ def code_cells(notebook) -> list[str]:
 
 
 def sections(notebook) -> dict[str, list[str]]:
-    """Return {heading: code cells}; what stands before the second heading's first code cell is the
-    setup.
+    """Return {heading: code cells}.
+
+    The setup is what stands before the second heading's first code cell.
     """
     found, heading = {"setup": []}, "setup"
     for cell in notebook.cells:
@@ -99,35 +101,39 @@ def test_figures_are_described_and_ideas_are_short(name):
     assert described >= figures
 
 
-def undefined_names(cells: list[str]) -> str:
-    """Return ruff's complaints about names that these cells use and do not define."""
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--isolated",
-        "--select",
-        "F821",
-        "--output-format",
-        "concise",
-        "-",
-    ]
-    return subprocess.run(
-        command, input="\n\n".join(cells), capture_output=True, text=True, check=False
-    ).stdout
+def undefined_names(programs: dict[str, list[str]], folder: Path) -> dict[str, list[str]]:
+    """Return ruff's complaints about names that a program's cells use and do not define.
+
+    One call of ruff judges all programs, each written to a file; those without complaints are left
+    out.
+    """
+    titles = {}
+    for i, (title, cells) in enumerate(programs.items()):
+        path = folder / f"{i}.py"
+        path.write_text("\n\n".join(cells), encoding="utf-8")
+        titles[path.name] = title
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821"]
+    command += ["--output-format", "json", str(folder)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    found: dict[str, list[str]] = {}
+    for complaint in json.loads(answer.stdout):
+        found.setdefault(titles[Path(complaint["filename"]).name], []).append(complaint["message"])
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "title"), [(n, t) for n in NAMES for t in sections(read(n)) if t != "setup"]
-)
-def test_setup_plus_one_section_needs_no_other_section(name, title):
+@pytest.mark.parametrize("name", NAMES)
+def test_setup_plus_one_section_needs_no_other_section(name, tmp_path):
     parts = sections(read(name))
-    assert "All checks passed" in undefined_names([*parts["setup"], *parts[title]])
+    setup = parts.pop("setup")
+    assert parts
+    programs = {title: [*setup, *cells] for title, cells in parts.items()}
+    assert undefined_names(programs, tmp_path) == {}
 
 
-def test_a_name_of_another_section_is_noticed():
-    assert "blocks" in undefined_names(["import torch", "def f():\n    return blocks[0]"])
+def test_a_name_of_another_section_is_noticed(tmp_path):
+    cells = ["import torch", "def f():\n    return blocks[0]"]
+    found = undefined_names({"good": ["import torch"], "bad": cells}, tmp_path)
+    assert found == {"bad": ["Undefined name `blocks`"]}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,9 +149,9 @@ def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(na
 
 @pytest.mark.parametrize("name", NAMES)
 def test_labutils_is_imported_before_torch(name):
-    """It tells torch's C++ code what to log, and torch reads that once:
+    """It tells torch's C++ code what to log, and torch reads that once.
 
-    Out of memory would be written to stderr.
+    Otherwise torch writes out of memory to stderr.
     """
     first = sections(read(name))["setup"][0]
     assert first.index("import labutils") < first.index("import torch")
@@ -165,6 +171,9 @@ def test_carriage_returns_are_folded():
 # ---- the rules that make nbval strict
 
 
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+
+
 def run_pytest(folder, cells: list[tuple[str, list[str]]]) -> subprocess.CompletedProcess:
     notebook = nbformat.v4.new_notebook(
         metadata={"kernelspec": {"name": "python3", "display_name": "x"}}
@@ -172,19 +181,8 @@ def run_pytest(folder, cells: list[tuple[str, list[str]]]) -> subprocess.Complet
     for source, tags in cells:
         notebook.cells.append(nbformat.v4.new_code_cell(source, metadata={"tags": tags}))
     nbformat.write(notebook, folder / "x.ipynb")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        str(folder / "x.ipynb"),
-    ]
-    return subprocess.run(
-        [*command, "-c", "pyproject.toml"], cwd=REPO, capture_output=True, text=True
-    )
+    command = [*PYTEST, "-rs", str(folder / "x.ipynb")]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
 
 
 def test_a_notebook_stops_at_its_first_failure(tmp_path):
@@ -207,15 +205,4 @@ def test_checked_output_that_differs_fails(tmp_path):
     notebook["cells"][0]["outputs"] = [{"output_type": "stream", "name": "stdout", "text": ["2\n"]}]
     notebook["cells"][0]["execution_count"] = 1
     path.write_text(json.dumps(notebook))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(path),
-        "-c",
-        "pyproject.toml",
-    ]
-    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 1
+    assert subprocess.run([*PYTEST, str(path)], cwd=REPO, capture_output=True).returncode == 1

@@ -13,8 +13,8 @@ from labutils import plotting
 from labutils.files import new_id, runs_dir
 from labutils.training.records import RunRecord
 
-# font size in points (small text is five sixths of it), and how many times as large as in a
-# notebook
+# Font size in points (small text is five sixths of it), and how many times as large as in a
+# notebook.
 STYLES = {
     "notebook": (10.0, 1.0),
     "slides": (22.0, 2.2),
@@ -44,18 +44,16 @@ def save_figures(
     style: str = "notebook",
     folder: Path | None = None,
 ) -> list[Path]:
-    """Write every figure in every format (svg, pdf, png, …) into a folder, by default a new one in
-    runs/; return them.
+    """Write every figure in every format (svg, pdf, png, …) and return the paths.
 
-    A figure says on which device it was measured. Raises ValueError for a format that matplotlib
-    does not have, before anything is drawn, KeyError for an unknown style, and OSError if the
-    folder cannot be written.
+    The folder is by default a new one in runs/. A figure says on which device it was measured.
+    Raises ValueError for a format that matplotlib does not have, before anything is drawn. Raises
+    KeyError for an unknown style, and OSError if the folder cannot be written.
     """
     known = Figure().canvas.get_supported_filetypes()
     if unknown := set(formats) - set(known):
-        raise ValueError(
-            f"no such format: {', '.join(sorted(unknown))}; there are: {', '.join(sorted(known))}"
-        )
+        there_are = ", ".join(sorted(known))
+        raise ValueError(f"no such format: {', '.join(sorted(unknown))}; there are: {there_are}")
     points, times = STYLES[style]
     folder = folder or runs_dir() / f"figures-{new_id()[0]}"
     folder.mkdir(parents=True, exist_ok=True)

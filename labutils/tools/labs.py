@@ -1,6 +1,6 @@
-"""Execute the notebooks as `make labs` does:
+"""Execute the notebooks as `make labs` does: outputs and HTML pages go to runs/.
 
-Outputs into runs/, a copy as HTML, the committed files untouched.
+The committed files stay as they are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ CELL_TIMEOUT_S = 1200
 
 
 def execute(path: Path, *, in_place: bool = False) -> bool:
-    """Run a notebook top to bottom in a fresh kernel and write `runs/<name>.ipynb` and `.html`;
-    return success.
+    """Run a notebook in a fresh kernel, write `runs/<name>.ipynb` and `.html`, return success.
 
     The notebook is written even if a cell fails: it shows how far it came. `in_place` writes it
     back to `path` instead.
@@ -67,7 +66,9 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Fold what carriage returns overwrote, join split streams; drop times, widget state and the
+    """Make outputs fit to be committed.
+
+    Fold what carriage returns overwrote and join split streams; drop times, widget state and the
     frames of errors.
     """
     notebook.metadata.pop("widgets", None)

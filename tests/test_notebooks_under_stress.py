@@ -1,7 +1,4 @@
-"""The notebooks at other desks than ours:
-
-Little memory, cells run again and again, paths in other scripts.
-"""
+"""The notebooks where memory is short, cells run again and again, and paths are odd."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -40,12 +36,15 @@ def kernel(notebook) -> NotebookClient:
 
 def failures(notebook) -> list[str]:
     """Return the errors of cells that are not there to raise one."""
-    return [
-        f"{cell.source[:60]!r}: {output.ename}: {output.evalue[:200]}"
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if output.output_type == "error" and "raises-exception" not in cell.metadata.get("tags", [])
-    ]
+    found = []
+    for cell in notebook.cells:
+        if "raises-exception" in cell.metadata.get("tags", []):
+            continue
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                problem = f"{output.ename}: {output.evalue[:200]}"
+                found.append(f"{cell.source[:60]!r}: {problem}")
+    return found
 
 
 @slow
@@ -54,15 +53,13 @@ def failures(notebook) -> list[str]:
 def test_a_notebook_runs_to_its_end_where_memory_is_short(runs, name, mib):
     """On a GPU it is the card's free memory that counts; the same code decides by it."""
     if mib == 5 and name.startswith("02"):
-        pytest.skip(
-            "its runs are about learning: where nothing can be trained there is nothing to draw"
-        )
+        pytest.skip("its runs are about learning: without training there is nothing to draw")
     notebook = nbformat.read(REPO / name, as_version=4)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(SHORT.format(mib=mib)))
     kernel(notebook).execute()
     assert failures(notebook) == []
-    trained = [record for record in find_runs()[0] if record.memory]
-    assert all(record.memory.peak_bytes < mib * 2**20 for record in trained)
+    for record in find_runs()[0]:
+        assert record.memory is None or record.memory.peak_bytes < mib * 2**20
 
 
 @slow
@@ -70,19 +67,15 @@ def test_a_notebook_runs_to_its_end_where_memory_is_short(runs, name, mib):
 def test_each_cell_twice_and_then_all_again_gives_no_error_and_holds_no_more_memory(runs, name):
     notebook = nbformat.read(REPO / name, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    again = [nbformat.from_dict(cell) for cell in cells for _ in range(2)]
-    count = nbformat.v4.new_code_cell(COUNT)
-    rounds = [
-        *again,
-        nbformat.from_dict(count),
-        *map(nbformat.from_dict, cells),
-        nbformat.from_dict(count),
-    ]
-    notebook.cells = rounds
+    twice = []
+    for cell in cells:
+        twice += [nbformat.from_dict(cell), nbformat.from_dict(cell)]
+    first, second = nbformat.v4.new_code_cell(COUNT), nbformat.v4.new_code_cell(COUNT)
+    notebook.cells = [*twice, first, *map(nbformat.from_dict, cells), second]
     kernel(notebook).execute()
     assert failures(notebook) == []
-    first, second = (int(cell.outputs[0].text) for cell in rounds if cell.source == COUNT)
-    assert second <= 1.01 * first + 2**20
+    held_bytes = int(first.outputs[0].text)
+    assert int(second.outputs[0].text) <= 1.01 * held_bytes + 2**20
 
 
 @slow
@@ -97,11 +90,8 @@ def test_odd_paths_and_no_home_folder_work(tmp_path):
     notebook = nbformat.read(REPO / "01-Mixed_Precision.ipynb", as_version=4)
     notebook.cells = notebook.cells[:6]
     nbformat.write(notebook, course / "01 课.ipynb")
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("LABUTILS", "IPYTHON", "JUPYTER", "MPL"))
-    }
+    ours = ("LABUTILS", "IPYTHON", "JUPYTER", "MPL")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment |= {"HOME": "/dev/null/home", "PYTHONPATH": str(course)}
 
     def labutils(*arguments: str) -> subprocess.CompletedProcess:
@@ -117,8 +107,7 @@ def test_odd_paths_and_no_home_folder_work(tmp_path):
     for arguments in (["run", "fp32", *small], ["figures", "名"], ["labs", "01 课.ipynb"]):
         answer = labutils(*arguments)
         assert answer.returncode == 0, answer.stderr
-    made = [
-        path.relative_to(course / "runs").as_posix() for path in Path(course / "runs").rglob("*")
-    ]
+    runs = course / "runs"
+    made = [path.relative_to(runs).as_posix() for path in runs.rglob("*")]
     assert any(name.startswith("名-") and name.endswith(".json") for name in made)
     assert {"01 课.html", "01 课.ipynb"} <= set(made)

@@ -1,0 +1,178 @@
+"""Commands on config files (check, new, export) and on the course (doctor, labs, grade, bench).
+
+Each takes the parsed options and returns an exit code. What needs torch is imported late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from labutils.config import reader
+from labutils.config.reader import find_config, load_config, parse_overrides
+from labutils.config.schema import NAME_PATTERN, Config, ConfigError
+from labutils.files import REPO_DIR, require_room, runs_dir, write_atomically
+
+
+def check(options: argparse.Namespace) -> int:
+    """Load each file and print whether it is right; every mistake goes to stderr."""
+    code = 0
+    for path in options.config:
+        try:
+            load_config(path)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            code = 1
+        else:
+            print(f"{path}: ok")
+    return code
+
+
+def new(options: argparse.Namespace) -> int:
+    """Copy a config to configs/my_NAME.yaml, with a name of its own."""
+    name = options.name.removeprefix("my_").removesuffix(".yaml")
+    if not re.match(NAME_PATTERN, name):
+        rule = "letters, digits and . + - _ =, at most 60"
+        print(f"{name!r} is not a valid run name: {rule}", file=sys.stderr)
+        return 2
+    target = reader.CONFIGS_DIR / f"my_{name}.yaml"
+    source = find_config(options.source)
+    text = _renamed(source, load_config(source), name)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return _exists(target.name)
+    run = f"python -m labutils run configs/{target.name}"
+    print(f"wrote configs/{target.name}. Edit it, then: {run}")
+    return 0
+
+
+def _renamed(source: Path, config: Config, name: str) -> str:
+    """Return the text of a config file under another name, with a header of its own."""
+    lines = source.read_text(encoding="utf-8").splitlines()
+    start = 0
+    while start < len(lines) and not lines[start].startswith("name:"):
+        start += 1
+    if start + 1 >= len(lines) or not lines[start + 1].startswith("note:"):
+        raise ConfigError(
+            f"{source.name} is not laid out like the files in configs/: "
+            "name, then note, one line each"
+        )
+    header = [
+        f"# my_{name}.yaml — a copy of {source.name} to edit; git ignores it.",
+        f"# Run: python -m labutils run configs/my_{name}.yaml",
+    ]
+    for line in lines[:start]:
+        if "yaml-language-server" in line:  # the comment by which an editor finds the schema
+            header.append(line)
+    named = [f"name: {name}", f'note: "copied from {config.name}; say here what you changed"']
+    return "\n".join([*header, *named, *lines[start + 2 :]]) + "\n"
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write an experiment as a script."""
+    config = load_config(options.config, **parse_overrides(options.pairs))
+    from labutils.config.cards import PrecisionUnsupported
+    from labutils.machine.gpu import choose_device
+    from labutils.tools.export import script
+
+    path = options.script
+    try:
+        text = script(config, options.device or choose_device().type)
+    except PrecisionUnsupported as error:
+        print(error, file=sys.stderr)
+        return 1
+    if path.exists():
+        return _exists(path)
+    if problem := _problem_with_script_name(path):
+        print(f"{path} {problem}; choose another, for example train.py", file=sys.stderr)
+        return 1
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no such folder: {path.parent}")
+    write_atomically(path, text.encode())
+    print(f"wrote {path}: {len(text.splitlines())} lines. Run: python {path}")
+    if config.save_every:
+        print("The script does not save its state: it has no save_every")
+    return 0
+
+
+def _problem_with_script_name(path: Path) -> str:
+    from importlib.metadata import packages_distributions
+
+    hidden = sys.stdlib_module_names | packages_distributions().keys()
+    hidden |= {"cuda", "triton"}  # torch tries to import them
+    if path.stem in hidden:
+        return "hides the library of that name from Python"
+    return "" if path.suffix == ".py" else "is not a name for a script"
+
+
+def _exists(path: Path | str) -> int:
+    print(f"{path} exists already; choose another name, or delete it first", file=sys.stderr)
+    return 1
+
+
+def doctor(_: argparse.Namespace) -> int:
+    """Print what this machine is and which precisions it has; 1 if it has a GPU it cannot use."""
+    import torch
+
+    from labutils.config.choices import PRECISIONS
+    from labutils.machine.gpu import choose_device, diagnose, gpu_facts
+    from labutils.machine.here import environment, support
+
+    problem = diagnose(gpu_facts())
+    device = choose_device()
+    for key, value in environment(device).items():
+        print(f"{key:15s} {value}")
+    for name in PRECISIONS:
+        answer = support(name, device)
+        verdict = "yes" if answer.ok else "no"
+        if answer.slow:
+            verdict = "slow"
+        print(f"{name:15s} {verdict:5s} {answer.reason}")
+    print(f"{'runs':15s} {runs_dir()}")
+    if problem:
+        print(f"\nGPU NOT USED: {problem}", file=sys.stderr)
+    elif device.type == "cpu":
+        print("\nNo NVIDIA GPU found. Everything runs on the CPU, with smaller sizes. ", end="")
+        print(f"torch: {torch.__version__}")
+    require_room()
+    return 1 if problem else 0
+
+
+def labs(options: argparse.Namespace) -> int:
+    """Execute notebooks, all of them or those named."""
+    from labutils.tools.labs import execute
+
+    chosen = [Path(name) for name in options.notebook] or sorted(REPO_DIR.glob("0*.ipynb"))
+    code = 0
+    for path in chosen:
+        if not execute(path, in_place=options.in_place):
+            code = 1
+    return code
+
+
+def grade(options: argparse.Namespace) -> int:
+    """Print a table of the exercises that were solved."""
+    from labutils.tools.grade import grade_folder
+
+    try:
+        table = grade_folder(options.folder, options.seconds, options.memory_gib)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.csv:
+        print(table.to_csv(index=False), end="")
+    else:
+        print(table.to_string(index=False))
+    return 0
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run the benchmark."""
+    overrides = parse_overrides(options.pairs)
+    from labutils.tools.bench.main import main
+
+    return main(options, overrides)
