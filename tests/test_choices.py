@@ -24,7 +24,6 @@ def optimizer(**changes):
         "implementation": config.optimizer_impl,
         "learning_rate": 1e-3,
         "weight_decay": 0.0,
-        "in_backward": False,
     }
     return optimizers.build_optimizer(torch.nn.Linear(2, 2), **how | changes)
 

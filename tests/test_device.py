@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
+from labutils.machine import here
 from labutils.machine.gpu import GpuFacts, choose_device, diagnose
 from labutils.machine.here import device_name, environment
 from labutils.session import setup

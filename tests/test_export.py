@@ -156,7 +156,9 @@ def test_own_text_is_read_again_in_a_new_order(own_text, runs, tmp_path, monkeyp
 
 @slow
 def test_slabs_are_rounded_in_the_same_order(own_text, runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(optimizers, "SLAB", 1 << 12)  # else no tensor of a small model has two
+    monkeypatch.setattr(
+        optimizers, "NUMBERS_AT_ONCE", 1 << 12
+    )  # else no tensor of a small model has two
     for config in (small("xl", **own_text), small("fp32", optimizer="adamw_bf16", **own_text)):
         assert_equal_losses(config, tmp_path, monkeypatch, capsys)
 

@@ -85,7 +85,6 @@ def test_a_file_imports_from_its_own_floor_and_those_below(path):
             )
 
 
-@not_yet
 def test_techniques_import_torch_and_the_choices_only():
     for path in (PACKAGE / "techniques").glob("*.py"):
         modules = {module for _, module, _ in imports(path)}
@@ -97,7 +96,6 @@ def test_configs_need_no_torch():
         assert "import torch" not in path.read_text(encoding="utf-8"), path
 
 
-@not_yet
 def test_nothing_is_imported_inside_a_function():
     late = {
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
@@ -143,13 +141,11 @@ def calls_of(names: tuple[str, ...]) -> set[str]:
     return found
 
 
-@not_yet
 def test_only_the_memory_floor_asks_the_allocator():
     allowed = ("memory/", "machine/", "tools/bench/")
     assert not [path for path in calls_of(ALLOCATOR) if not path.startswith(allowed)]
 
 
-@not_yet
 def test_free_memory_is_asked_for_in_one_place():
     lines = [
         f"{path.relative_to(PACKAGE)}:{i}"
@@ -160,14 +156,12 @@ def test_free_memory_is_asked_for_in_one_place():
     assert len(lines) == 1, lines
 
 
-@not_yet
 def test_files_are_short():
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     long = {str(path.relative_to(PACKAGE)): n for path, n in lengths.items() if n > 250}
     assert len(long) <= 3 and all(n <= 300 for n in long.values()), long
 
 
-@not_yet
 def test_lines_are_at_most_100_columns():
     wide = [
         f"{path.relative_to(PACKAGE)}:{i}"
@@ -188,7 +182,6 @@ def test_comprehensions_are_rare():
     assert n_found <= 0.03 * n_lines, f"{n_found} in {n_lines} lines"
 
 
-@not_yet
 def test_precisions_are_spelled_in_the_choices_only():
     """A quoted precision elsewhere is at most an argument's default, or a shipped config's name."""
     names = {"fp32", "tf32", "fp16", "bf16", "pure_bf16", "16bit"}

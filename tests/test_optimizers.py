@@ -9,14 +9,15 @@ from torch import nn
 import labutils as lab
 from labutils.memory.tensors import optimizer_tensors, tensor_bytes
 from labutils.techniques import optimizers
-from labutils.techniques.optimizers import SmallAdamW, StepInBackward
-from labutils.techniques.quantization import (
+from labutils.techniques.optimizer_in_backward import OptimizerInBackward
+from labutils.techniques.optimizers import (
     BLOCK,
-    FIRST,
-    SECOND,
-    pack,
+    FIRST_MOMENT,
+    SECOND_MOMENT,
+    LowBitAdamW,
+    dequantize,
+    quantize,
     round_stochastically,
-    unpack,
 )
 from labutils.training.loop import train
 from labutils.workload.build import build_experiment_model, build_loss, build_optimizer
@@ -66,24 +67,26 @@ def test_a_small_update_survives_by_chance_only():
     assert by_chance.float().mean().item() == pytest.approx(0.99, abs=5e-4)
 
 
-def packed(x: torch.Tensor, kind: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(x: torch.Tensor, kind: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scale = torch.zeros(x.shape, dtype=kind[0]), torch.zeros(len(x), 1)
-    pack(x.clone(), codes, scale, kind)
+    quantize(x.clone(), codes, scale, kind)
     return codes, scale
 
 
-@pytest.mark.parametrize("kind", [FIRST, SECOND])
+@pytest.mark.parametrize("kind", [FIRST_MOMENT, SECOND_MOMENT])
 def test_codes_come_back_within_one_code(kind):
     torch.manual_seed(0)
     x = torch.randn(5, BLOCK) * torch.logspace(-3, 0, BLOCK)
-    x = x.square() if kind is SECOND else x
-    codes, scale = packed(x, kind)
-    before, after = ((v.abs() / scale) ** (0.5 ** kind[2]) for v in (x, unpack(codes, scale, kind)))
+    x = x.square() if kind is SECOND_MOMENT else x
+    codes, scale = quantized(x, kind)
+    before, after = (
+        (v.abs() / scale) ** (0.5 ** kind[2]) for v in (x, dequantize(codes, scale, kind))
+    )
     assert before.amax(dim=1).tolist() == pytest.approx(
         [kind[1]] * 5, rel=1e-5
     )  # the largest has the largest code
     assert (before - after).abs().max() < 1.001
-    if kind is FIRST:
+    if kind is FIRST_MOMENT:
         assert torch.equal(codes.sign()[codes != 0], x.sign()[codes != 0])
 
 
@@ -92,7 +95,7 @@ def test_codes_are_right_on_average():
     torch.manual_seed(0)
     x = torch.full((1000, BLOCK), 0.3)
     x[:, 0] = 1.0
-    codes, _ = packed(x, FIRST)
+    codes, _ = quantized(x, FIRST_MOMENT)
     assert codes[:, 1:].float().mean().item() == pytest.approx(
         127 * 0.3**0.5, abs=5 * 0.5 / 255_000**0.5
     )
@@ -101,10 +104,10 @@ def test_codes_are_right_on_average():
 def test_what_is_divided_by_never_becomes_zero():
     x = torch.zeros(2, BLOCK)
     x[0, :2] = torch.tensor([1e-20, 1.0])
-    codes, scale = packed(x, SECOND)
-    assert codes.min() == 1 and unpack(codes, scale, SECOND).min() > 0
-    assert unpack(codes, scale, SECOND)[1].max() < 1e-37
-    assert unpack(*packed(torch.zeros(1, BLOCK), FIRST), FIRST).eq(0).all()
+    codes, scale = quantized(x, SECOND_MOMENT)
+    assert codes.min() == 1 and dequantize(codes, scale, SECOND_MOMENT).min() > 0
+    assert dequantize(codes, scale, SECOND_MOMENT)[1].max() < 1e-37
+    assert dequantize(*quantized(torch.zeros(1, BLOCK), FIRST_MOMENT), FIRST_MOMENT).eq(0).all()
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(16, 0.02), (8, 0.1)])
@@ -113,7 +116,7 @@ def test_small_moments_take_nearly_torchs_steps(bits, tolerance):
     beside their block's.
     """
     weights = []
-    for make in (torch.optim.AdamW, lambda params, **k: SmallAdamW(params, bits=bits, **k)):
+    for make in (torch.optim.AdamW, lambda params, **k: LowBitAdamW(params, bits=bits, **k)):
         torch.manual_seed(0)
         model = nn.Linear(50, 40)
         optimizer = make(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -136,7 +139,7 @@ def test_bfloat16_weights_move_by_updates_too_small_to_be_rounded_to(bits):
     """
     torch.manual_seed(0)
     p = nn.Parameter(torch.ones(20_000, dtype=torch.bfloat16))
-    optimizer = SmallAdamW([p], lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, bits=bits)
+    optimizer = LowBitAdamW([p], lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, bits=bits)
     for _ in range(50):
         p.grad = torch.ones_like(p)
         optimizer.step()
@@ -146,7 +149,7 @@ def test_bfloat16_weights_move_by_updates_too_small_to_be_rounded_to(bits):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_weights_of_other_dtypes_move_too(dtype):
     p = nn.Parameter(torch.ones(10, dtype=dtype))
-    optimizer = SmallAdamW([p], lr=0.1, weight_decay=0.0)
+    optimizer = LowBitAdamW([p], lr=0.1, weight_decay=0.0)
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert p.dtype == dtype and p.float().mean().item() == pytest.approx(0.9, abs=1e-3)
@@ -156,7 +159,7 @@ def test_a_16_bit_second_moment_follows_slow_changes():
     """beta 0.999 moves it by a thousandth a step, half of what rounding to nearest would notice."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.zeros(20_000))
-    optimizer = SmallAdamW([p], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, bits=16)
+    optimizer = LowBitAdamW([p], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, bits=16)
     p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.state[p]["exp_avg_sq"].fill_(1.0)
@@ -171,10 +174,10 @@ def test_a_16_bit_second_moment_follows_slow_changes():
 @pytest.mark.parametrize("bits", [8, 16])
 def test_state_is_loaded_as_it_was_saved(bits):
     p = nn.Parameter(torch.ones(1000))
-    optimizer = SmallAdamW([p], bits=bits)
+    optimizer = LowBitAdamW([p], bits=bits)
     p.grad = torch.linspace(-1, 1, 1000)
     optimizer.step()
-    again = SmallAdamW([p], bits=bits)
+    again = LowBitAdamW([p], bits=bits)
     again.load_state_dict(optimizer.state_dict())
     for key, value in optimizer.state[p].items():
         other = again.state[p][key]
@@ -189,15 +192,15 @@ def test_slabs_do_not_change_what_is_computed(monkeypatch):
     """Each slab draws its own random numbers; what they round is the same."""
     found = []
     for slab in (1 << 22, 4 * BLOCK):
-        monkeypatch.setattr(optimizers, "SLAB", slab)
+        monkeypatch.setattr(optimizers, "NUMBERS_AT_ONCE", slab)
         p = nn.Parameter(torch.linspace(-1, 1, 10 * BLOCK + 3))
-        optimizer = SmallAdamW([p], lr=0.1, weight_decay=0.0, bits=8)
+        optimizer = LowBitAdamW([p], lr=0.1, weight_decay=0.0, bits=8)
         p.grad = torch.linspace(1, -1, len(p))
         torch.manual_seed(0)
         optimizer.step()
         found.append(p.detach())
         codes, scales = (optimizer.state[p][key] for key in ("exp_avg", "scale"))
-        first = unpack(codes, scales, FIRST).view(-1)[: len(p)]
+        first = dequantize(codes, scales, FIRST_MOMENT).view(-1)[: len(p)]
         torch.testing.assert_close(first, 0.1 * p.grad, rtol=0.1, atol=1e-4)
     torch.testing.assert_close(found[0], found[1])
 
@@ -205,7 +208,7 @@ def test_slabs_do_not_change_what_is_computed(monkeypatch):
 def test_the_state_has_the_bytes_it_promises():
     p = nn.Parameter(torch.zeros(100 * BLOCK, dtype=torch.bfloat16))
     for bits, n_bytes in ((8, 2 * (1 + 4 / BLOCK)), (16, 4)):
-        optimizer = SmallAdamW([p], bits=bits)
+        optimizer = LowBitAdamW([p], bits=bits)
         p.grad = torch.ones_like(p)
         optimizer.step()
         assert tensor_bytes(optimizer_tensors(optimizer)) == n_bytes * p.numel()
@@ -217,7 +220,7 @@ def test_a_step_inside_backward_gives_the_same_weights_and_frees_every_gradient(
         model = two_layers()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         if inside:
-            optimizer = StepInBackward(optimizer)
+            optimizer = OptimizerInBackward(optimizer)
             for p in model.parameters():
                 p.register_post_accumulate_grad_hook(
                     lambda _, model=model: alive.append(
@@ -243,7 +246,7 @@ def test_a_step_inside_backward_gives_the_same_weights_and_frees_every_gradient(
 def test_an_optimizer_inside_backward_that_is_gone_updates_nothing():
     """As with any other optimizer: gradients stay. Its model is free, too."""
     model = two_layers()
-    optimizer = StepInBackward(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = OptimizerInBackward(torch.optim.SGD(model.parameters(), lr=1.0))
     before = [p.detach().clone() for p in model.parameters()]
     del optimizer
     lab.free_memory()
@@ -254,7 +257,7 @@ def test_an_optimizer_inside_backward_that_is_gone_updates_nothing():
 
 def test_a_step_inside_backward_refuses_what_needs_all_gradients():
     model = two_layers()
-    optimizer = StepInBackward(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = OptimizerInBackward(torch.optim.SGD(model.parameters(), lr=0.1))
     for option in ({"max_grad_norm": 1.0}, {"grad_accum_steps": 2}):
         with pytest.raises(ValueError, match="inside backward"):
             train(
@@ -277,7 +280,7 @@ def test_a_step_inside_backward_refuses_what_needs_all_gradients():
 
 def test_learning_rates_reach_every_parameter():
     model = two_layers()
-    optimizer = StepInBackward(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer = OptimizerInBackward(torch.optim.SGD(model.parameters(), lr=1.0))
     before = [p.detach().clone() for p in model.parameters()]
     rate = {"learning_rate_at": lambda step: 0.0}
     train(model, regression_batches(1), squared_error_sum, optimizer, steps=1, **OPTIONS, **rate)

@@ -194,11 +194,11 @@ def test_one_slab_of_each_size_stands_for_all(monkeypatch):
 
     What is traced once is what each of them asks for.
     """
-    monkeypatch.setattr(optimizers, "SLAB", 1 << 14)
+    monkeypatch.setattr(optimizers, "NUMBERS_AT_ONCE", 1 << 14)
     _traced.cache_clear()
     try:
         once = nano(optimizer="adamw_8bit").requests
-        monkeypatch.setattr(traces, "each_slab_size_once", lambda log: nullcontext())
+        monkeypatch.setattr(traces, "each_size_once", lambda log: nullcontext())
         _traced.cache_clear()
         assert nano(optimizer="adamw_8bit").requests == once
     finally:

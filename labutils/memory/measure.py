@@ -15,7 +15,7 @@ from labutils.memory.cuda_recorder import CudaRecorder
 from labutils.memory.ledger import MemoryLedger
 from labutils.memory.tensors import when_loss_begins
 from labutils.techniques.loss import count_targets
-from labutils.techniques.optimizers import StepInBackward
+from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
 from labutils.techniques.step import take_step
 
@@ -41,7 +41,7 @@ def measure_step(
 
     On a CPU every byte has a category, and the ledger has a timeline. CUDA's allocator only tells
     totals: at the peak of backward, activations and temporaries are one category. The gradients
-    of an `optimizers.StepInBackward` do not outlive backward: on a CPU they are temporaries.
+    of an `OptimizerInBackward` do not outlive backward: on a CPU they are temporaries.
     Raises ValueError if the optimizer makes its state in this step, which gives it another peak.
     """
     device = next(model.parameters()).device
@@ -59,7 +59,7 @@ def measure_step(
     handle = when_loss_begins(model, lambda: recorder.begin("loss"))
     try:
         with tf32(PRECISIONS[precision].tf32), recorder.recording():
-            if isinstance(optimizer, StepInBackward):
+            if isinstance(optimizer, OptimizerInBackward):
                 optimizer.attach()  # after the recorder's hooks, which read gradients
             take_step(
                 model,

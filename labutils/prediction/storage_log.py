@@ -186,8 +186,8 @@ def _adds_in_place(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def each_slab_size_once(log: StorageLog) -> Iterator[None]:
-    """Inside, `SmallAdamW` computes one slab of each size.
+def each_size_once(log: StorageLog) -> Iterator[None]:
+    """Inside, `LowBitAdamW` computes one slab of each size.
 
     For all other slabs the events of that one are repeated.
     """

@@ -29,7 +29,7 @@ from labutils.memory.ledger import (
 )
 from labutils.memory.tensors import optimizer_tensors, when_loss_begins
 from labutils.prediction.storage_log import BIRTH, DEATH, Event, Segment, Storage, StorageLog
-from labutils.techniques.optimizers import StepInBackward
+from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.step import take_step
 
 CATEGORIES = (
@@ -76,7 +76,7 @@ def trace_step(
     model: nn.Module,
     micro_batches: Sequence[Any],
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    optimizer: torch.optim.Optimizer | StepInBackward,
+    optimizer: torch.optim.Optimizer | OptimizerInBackward,
     log: StorageLog,
     *,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
@@ -94,7 +94,7 @@ def trace_step(
         log.name(tensor, PARAMETERS)
     standing = [log.of(tensor) for tensor in tensors_in_order(model)]
     handles = _name_gradients(model, log)
-    if isinstance(optimizer, StepInBackward):
+    if isinstance(optimizer, OptimizerInBackward):
         optimizer.attach()  # after those hooks: a gradient has a name before it is freed
     kept: dict[str, Any] = {}  # what a loop's variables hold until the next step
 
@@ -158,7 +158,9 @@ class _Undivided:
 class _GroupByGroup:
     """An optimizer that takes one parameter group after the other: each is a segment."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | StepInBackward, log: StorageLog) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | OptimizerInBackward, log: StorageLog
+    ) -> None:
         self.optimizer, self.log = optimizer, log
 
     @property
@@ -173,7 +175,7 @@ class _GroupByGroup:
 
     def _each_group(self, call: Callable[[], Any]) -> None:
         self.log.begin("optimizer")
-        if isinstance(self.optimizer, StepInBackward):
+        if isinstance(self.optimizer, OptimizerInBackward):
             call()
             return
         groups = self.optimizer.param_groups

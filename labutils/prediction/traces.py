@@ -15,7 +15,7 @@ from labutils.config.choices import CHECKPOINTING, MODELS, PRECISIONS
 from labutils.config.schema import Config
 from labutils.prediction.cuda_rules import cuda_rules
 from labutils.prediction.extrapolation import CannotExtrapolate, extrapolated
-from labutils.prediction.storage_log import StorageLog, each_slab_size_once
+from labutils.prediction.storage_log import StorageLog, each_size_once
 from labutils.prediction.trace import Trace, trace_step
 from labutils.techniques import precision
 from labutils.techniques.loss import lm_loss_sum
@@ -150,7 +150,7 @@ def fake_world(gpu: Gpu | None) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
         if gpu:
             stack.enter_context(cuda_rules(flash=gpu.flash))
         fake = stack.enter_context(FakeTensorMode())
-        stack.enter_context(each_slab_size_once(log))
+        stack.enter_context(each_size_once(log))
         yield stack.enter_context(log), fake
 
 

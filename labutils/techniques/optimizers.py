@@ -1,12 +1,8 @@
-"""AdamW in less memory:
-
-Moments of one or two bytes, 16-bit weights rounded by chance, and a step inside backward.
-"""
+"""Optimizers: torch's own, and AdamW with moments and weights in fewer bits."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,18 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from labutils.config.choices import OPTIMIZER_IMPLEMENTATIONS, OPTIMIZERS
-from labutils.techniques.quantization import (
-    BLOCK,
-    FIRST,
-    SECOND,
-    pack,
-    round_stochastically,
-    unpack,
-)
 
-SLAB = 1 << 22  # numbers that are float32 at once; a multiple of BLOCK
-
-
+NUMBERS_AT_ONCE = 1 << 22  # numbers that are float32 at once; a multiple of BLOCK
 BETAS = 0.9, 0.95  # as GPT-3 was trained (Brown et al. 2020, 2005.14165)
 MOMENTUM = 0.9
 IMPLEMENTATIONS = {
@@ -42,8 +28,7 @@ def build_optimizer(
     implementation: str,
     learning_rate: float,
     weight_decay: float,
-    in_backward: bool,
-) -> torch.optim.Optimizer | StepInBackward:
+) -> torch.optim.Optimizer:
     """Return an optimizer of all parameters of a model.
 
     Weights decay in matrices only, not in biases and layer norms. `implementation` is of torch's
@@ -53,12 +38,10 @@ def build_optimizer(
     how = IMPLEMENTATIONS[OPTIMIZER_IMPLEMENTATIONS[implementation].name]
     groups = decay_groups(model, weight_decay)
     if not row.is_adamw:
-        built = torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM, **how)
-    elif row.has_implementations:
-        built = torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **how)
-    else:
-        built = SmallAdamW(groups, lr=learning_rate, betas=BETAS, bits=row.moment_bits)
-    return StepInBackward(built) if in_backward else built
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM, **how)
+    if row.has_implementations:
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **how)
+    return LowBitAdamW(groups, lr=learning_rate, betas=BETAS, bits=row.moment_bits)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -72,11 +55,70 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-class SmallAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see
-    `pack`).
+BLOCK = 256  # numbers that share one scale
+FIRST_MOMENT, SECOND_MOMENT = (
+    (torch.int8, 127, 1),
+    (torch.uint8, 255, 2),
+)  # codes of a moment: dtype, largest, square roots taken
 
-    Computes in float32, a slab of SLAB numbers at a time, so that little of it is ever unpacked.
+
+def round_stochastically(x: torch.Tensor) -> torch.Tensor:
+    """Return float32 `x` as bfloat16, rounded up or down by chance so that the mean of many
+    roundings is `x`.
+
+    To nearest, a weight stays as it is when its update is below half a step of its format (a step
+    is 1/128 to 1/256 of it); by chance, it moves now and then. The 16 bits that bfloat16 drops get
+    16 random ones added: a carry rounds up. Inf and NaN stay. See Zamirai et al. 2020 (2010.06192).
+    Draws from the global generator.
+    """
+    noise = torch.randint_like(x, 1 << 16, dtype=torch.int32)
+    rounded = noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).bfloat16()
+
+
+def quantize(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]
+) -> None:
+    """Write float32 `x`, `(blocks, BLOCK)`, as 8-bit `codes` of that shape and one `scale` per
+    block, `(blocks, 1)`.
+
+    Coded is the square root (of the second moment, which has no sign, the fourth root) of a number
+    over the scale, so that small numbers, of which there are many, get most codes. Codes are
+    rounded by chance, or a slow average would never move. In the second moment, which is divided
+    by, no code is 0. After Dettmers et al. 2022 (2110.02861), whose codes are spaced otherwise. `x`
+    is overwritten where it can be.
+    """
+    _, largest, n_roots = kind
+    sizes = x.abs() if kind is FIRST_MOMENT else x
+    scale.copy_(sizes.amax(dim=1, keepdim=True)).div_(largest**2**n_roots).clamp_(
+        min=torch.finfo(torch.float32).tiny
+    )
+    sizes.div_(scale)
+    for _ in range(n_roots):
+        sizes.sqrt_()
+    if kind is FIRST_MOMENT:
+        sizes.copysign_(x)
+    codes.copy_(
+        sizes.add_(torch.rand_like(sizes))
+        .floor_()
+        .clamp_(-largest if kind is FIRST_MOMENT else 1, largest)
+    )
+
+
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]
+) -> torch.Tensor:
+    """Return the float32 numbers, `(blocks, BLOCK)`, that `quantize` has coded."""
+    x = codes.float()
+    x = x.mul_(x.abs()) if kind is FIRST_MOMENT else x.square_().square_()
+    return x.mul_(scale)
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see
+    `quantize`).
+
+    Computes in float32, a slab of NUMBERS_AT_ONCE numbers at a time, so that little of it is ever unpacked.
     Weights in bfloat16 and moments are rounded stochastically. Slower than torch's fused AdamW: a
     slab takes dozens of small operations.
     """
@@ -105,8 +147,11 @@ class SmallAdamW(torch.optim.Optimizer):
                 keys = ("exp_avg", "exp_avg_sq", "scale", "scale_sq")[
                     : 4 if group["bits"] == 8 else 2
                 ]
-                flat = [p.view(-1).split(SLAB), p.grad.reshape(-1).split(SLAB)]
-                blocks = [state[key].split(SLAB // BLOCK) for key in keys]
+                flat = [
+                    p.view(-1).split(NUMBERS_AT_ONCE),
+                    p.grad.reshape(-1).split(NUMBERS_AT_ONCE),
+                ]
+                blocks = [state[key].split(NUMBERS_AT_ONCE // BLOCK) for key in keys]
                 for p_slab, gradient, *moments in zip(*flat, *blocks, strict=True):
                     _update(p_slab, gradient, *moments, group=group, step=state["step"])
 
@@ -131,7 +176,9 @@ class SmallAdamW(torch.optim.Optimizer):
                 self._start(p, group["bits"])
 
     def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
-        first, second = (FIRST[0], SECOND[0]) if bits == 8 else (torch.bfloat16, torch.bfloat16)
+        first, second = (
+            (FIRST_MOMENT[0], SECOND_MOMENT[0]) if bits == 8 else (torch.bfloat16, torch.bfloat16)
+        )
         shape, state = (
             (-(-p.numel() // BLOCK), BLOCK),
             self.state[p],
@@ -157,14 +204,16 @@ def _update(
     if n % BLOCK:
         gradient = F.pad(gradient, (0, -n % BLOCK))
     gradient = gradient.view(-1, BLOCK)
-    first = exp_avg.float() if scale is None else unpack(exp_avg, scale, FIRST)
+    first = exp_avg.float() if scale is None else dequantize(exp_avg, scale, FIRST_MOMENT)
     first.lerp_(gradient, 1 - beta1)
-    _keep(first, exp_avg, scale, FIRST)
-    second = exp_avg_sq.float() if scale is None else unpack(exp_avg_sq, scale_sq, SECOND)
+    _keep(first, exp_avg, scale, FIRST_MOMENT)
+    second = (
+        exp_avg_sq.float() if scale is None else dequantize(exp_avg_sq, scale_sq, SECOND_MOMENT)
+    )
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     del gradient
     denominator = second.div(1 - beta2**step).sqrt_().add_(group["eps"])
-    _keep(second, exp_avg_sq, scale_sq, SECOND)
+    _keep(second, exp_avg_sq, scale_sq, SECOND_MOMENT)
     del second
     weights = p.float().mul_(1 - group["lr"] * group["weight_decay"])  # not a copy if p is float32
     weights.addcdiv_(
@@ -182,109 +231,4 @@ def _keep(
     if scale is None:
         stored.copy_(round_stochastically(moment))
     else:
-        pack(moment, stored, scale, kind)
-
-
-def make_state(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Let an optimizer make its state before the first step:
-
-    Ours directly, torch's by a step on gradients of zero.
-    """
-    if hasattr(optimizer, "make_state"):
-        optimizer.make_state()
-        return
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """Return a hook that calls a method as long as its object lives, and does not keep the object
-    alive.
-
-    Autograd holds hooks where Python's garbage collector does not look. A hook that kept the
-    optimizer alive, which has the parameters, which have the hook, would never be freed, and the
-    whole model with it.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def hook(p: nn.Parameter) -> None:
-        if alive := reference():
-            alive(p)
-
-    return hook
-
-
-class StepInBackward:
-    """Any optimizer, its step for each parameter taken as soon as backward has finished that
-    parameter's gradient.
-
-    The gradient is freed at once, so that all gradients never live together. That rules out what
-    needs them together: a global norm to clip to, several micro-batches, a loss scale. Stands in
-    for the optimizer: `step` and `zero_grad` find nothing left to do. The caller holds it, as any
-    optimizer: once it is gone, nothing is updated any more.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        new = type(optimizer)
-        self.parts = {
-            p: new([group | {"params": [p]}])
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        self._handles: list[Any] = []
-        self.attach()
-
-    def attach(self) -> None:
-        """Register the hooks; once more, to come after hooks that others have registered and that
-        read gradients.
-        """
-        self.detach()
-        hook = _weakly(self._step_one)
-        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parts]
-
-    def detach(self) -> None:
-        """Remove the hooks: an ordinary optimizer again."""
-        for handle in self._handles:
-            handle.remove()
-
-    def make_state(self) -> None:
-        """Make all moments now, by a step on gradients of zero where the optimizer knows no other
-        way.
-        """
-        for p, part in self.parts.items():
-            make_state(part, [p])
-
-    def _step_one(self, p: nn.Parameter) -> None:
-        self.parts[p].step()
-        p.grad = None
-
-    def step(self) -> None:
-        """Update what still has a gradient."""
-        for p in (p for p in self.parts if p.grad is not None):
-            self._step_one(p)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
-        for part in self.parts.values():
-            part.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of every parameter's optimizer, in order."""
-        return {"parts": [part.state_dict() for part in self.parts.values()]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` has returned."""
-        for part, state in zip(self.parts.values(), state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups, one for each parameter."""
-        return [group for part in self.parts.values() for group in part.param_groups]
-
-    @property
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The optimizer's state by parameter."""
-        return {p: state for part in self.parts.values() for p, state in part.state.items()}
+        quantize(moment, stored, scale, kind)

@@ -35,7 +35,7 @@ from labutils.config.schema import Config, ConfigError
 from labutils.machine import here
 from labutils.techniques import checkpointing, compiling, optimizers
 from labutils.techniques.loss import FP16_ENLARGED
-from labutils.techniques.quantization import BLOCK, round_stochastically
+from labutils.techniques.optimizers import BLOCK, round_stochastically
 from labutils.workload import data
 from labutils.workload.build import HELD_OUT_SEQUENCES, tokens_to_read
 from labutils.workload.gpt2 import vocab_size
@@ -201,7 +201,7 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
         "device_type": device_type,
         "grad_accum_steps": c.grad_accum_steps,
         "block": BLOCK,
-        "slab": f"1 << {optimizers.SLAB.bit_length() - 1}",
+        "slab": f"1 << {optimizers.NUMBERS_AT_ONCE.bit_length() - 1}",
         "corpus": repr(c.corpus) if {"'", '"'} & set(c.corpus) else f'"{repr(c.corpus)[1:-1]}"',
         "vocab_size": n_entries,
         "min_tokens": tokens_to_read(c),

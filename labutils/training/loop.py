@@ -17,7 +17,7 @@ from labutils.files import commit, new_id
 from labutils.machine import here
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.techniques.loss import LossFn, count_targets
-from labutils.techniques.optimizers import StepInBackward
+from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
 from labutils.techniques.step import take_step
 from labutils.training import distributed
@@ -61,12 +61,12 @@ def train(
     Three events end the run early: Ctrl-C, several non-finite losses in a row, and running out of
     memory after the first step. The record then has the steps so far, and `outcome` says why.
     Other exceptions are not caught. Raises PrecisionUnsupported before any work. Raises ValueError
-    if an `optimizers.StepInBackward` meets what needs all gradients at once.
+    if an `OptimizerInBackward` meets what needs all gradients at once.
     """
     device = next(model.parameters()).device
     here.card(device).require(precision)
     scaler = scaler or grad_scaler(precision, device)
-    if isinstance(optimizer, StepInBackward):
+    if isinstance(optimizer, OptimizerInBackward):
         _require_independent_gradients(grad_accum_steps, max_grad_norm, scaler)
     replicas = distributed.Replicas(model, loss_fn)
 

@@ -15,7 +15,7 @@ from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.techniques import compiling, optimizers, precision
 from labutils.techniques.loss import LossFn, lm_loss_sum
-from labutils.techniques.optimizers import StepInBackward
+from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.workload import data
 from labutils.workload.gpt2 import MODEL_KEYS, build_model, pretrained_tokenizer, vocab_size
 
@@ -37,7 +37,7 @@ class Workload:
     """All that a training step needs. The model is on its device."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | StepInBackward
+    optimizer: torch.optim.Optimizer | OptimizerInBackward
     loss_fn: LossFn
     scaler: torch.amp.GradScaler
     data: Data
@@ -82,16 +82,18 @@ def float32_model(config: Config, n_layer: int | None = None) -> nn.Module:
     return build_model(**switches, n_layer=n_layer)
 
 
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer | StepInBackward:
+def build_optimizer(
+    model: nn.Module, config: Config
+) -> torch.optim.Optimizer | OptimizerInBackward:
     """Return a config's optimizer of a model's parameters."""
-    return optimizers.build_optimizer(
+    optimizer = optimizers.build_optimizer(
         model,
         optimizer=config.optimizer,
         implementation=config.optimizer_impl,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
-        in_backward=config.optimizer_in_backward,
     )
+    return OptimizerInBackward(optimizer) if config.optimizer_in_backward else optimizer
 
 
 def build_loss(config: Config, device: torch.device, accumulates: bool) -> LossFn:
