@@ -27,7 +27,8 @@ def runs_dir() -> Path:
 def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Write a file so that a reader sees all of it or none, creating its folder. Raises OSError.
 
-    `content` may be a function that writes into the file it is given. A process killed meanwhile leaves a hidden file.
+    `content` may be a function that writes into the file it is given. A process killed meanwhile
+    leaves a hidden file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-")

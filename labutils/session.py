@@ -11,8 +11,8 @@ import pandas as pd
 import torch
 
 from labutils.config.schema import Config
+from labutils.machine import here
 from labutils.machine.gpu import choose_device, diagnose, gpu_facts
-from labutils.machine.here import environment
 from labutils.machine.host import usable_cpus
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
@@ -26,32 +26,30 @@ if TYPE_CHECKING:
 def setup() -> torch.device:
     """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
 
-    Also gives torch no more threads than this process may use CPUs, and on Windows no more of a
-    card's memory than is free (see `memory.cap_to_free`), shortens errors that say out of memory
-    (see
-    `out_of_memory.explain_in_notebooks`), silences two warnings of the compiler (see
-    `compiling.silence_known_warnings`), and tells pandas not to cut the reasons in our tables short.
+    Torch gets no more threads than this process may use CPUs, and on Windows no more of a card's
+    memory than is free. Errors that say out of memory are shortened: see `explain_in_notebooks`.
+    Two warnings of the compiler are silenced: see `compiling.silence_known_warnings`.
     """
     torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
     explain_in_notebooks()
     compiling.silence_known_warnings()
+    # pandas would cut the reasons in our tables short
     pd.set_option("display.max_colwidth", None, "display.width", 200)
     facts = gpu_facts()
     problem = diagnose(facts)
     device = torch.device("cuda" if facts.usable and not problem else "cpu")
     cap_to_free(device)
     if problem:
-        print(f"!! A GPU IS NOT USED: {problem}\n")
-    print(
-        ", ".join(
-            f"{key} {value}" for key, value in environment(device).items() if key != "device_type"
-        )
-    )
+        print(f"!! GPU NOT USED: {problem}\n")
+    facts = here.environment(device)
+    del facts["device_type"]
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     if device.type == "cpu" and busy > 1.25 * (os.cpu_count() or 1):
         print(
-            f"!! OTHER PROGRAMS COMPUTE HERE: {busy:.1f} threads on {os.cpu_count()} CPUs in the last minute. "
-            "Times mean little. For two notebooks at once start Jupyter with OMP_NUM_THREADS=1 in its environment"
+            f"!! This machine is busy (load {busy:.1f} on {os.cpu_count()} CPUs): timings are "
+            "unreliable. For two notebooks at once, start Jupyter with OMP_NUM_THREADS=1 in its "
+            "environment"
         )
     return device
 

@@ -17,7 +17,8 @@ from contextlib import suppress
 import torch
 
 from labutils.memory.device_memory import memory_limit
-from labutils.prediction.allocator import Block, CachingAllocator, OutOfMemory, Settings
+from labutils.prediction.allocator import CachingAllocator
+from labutils.prediction.blocks import Block, OutOfMemory, Settings
 
 CUDA = torch.device("cuda")
 

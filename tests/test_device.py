@@ -77,7 +77,7 @@ def test_setup_warns_of_an_unusable_card_before_anything_trains(monkeypatch, cap
     monkeypatch.setattr("labutils.session.gpu_facts", lambda: GpuFacts(CARD, None, False))
     assert setup().type == "cpu"
     printed = capsys.readouterr().out
-    assert printed.startswith("!! A GPU IS NOT USED: NVIDIA RTX 4060")
+    assert printed.startswith("!! GPU NOT USED: NVIDIA RTX 4060")
 
 
 def test_environment_is_text_and_names_the_device():
@@ -92,7 +92,7 @@ def test_setup_says_when_other_programs_compute(monkeypatch, capsys):
     for load, warned in ((0.1, False), (2.0 * cpus, True)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0, 0), raising=False)
         setup()
-        assert ("OTHER PROGRAMS COMPUTE HERE" in capsys.readouterr().out) == warned
+        assert ("This machine is busy" in capsys.readouterr().out) == warned
 
 
 def test_what_torch_holds_unused_is_free(monkeypatch):

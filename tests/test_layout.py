@@ -135,8 +135,8 @@ def calls_of(names: tuple[str, ...]) -> set[str]:
     found = set()
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        if any(attribute.endswith(names) for attribute in attributes):
+        asked = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        if any("torch.cuda." in text and text.endswith(names) for text in asked):
             found.add(str(path.relative_to(PACKAGE)))
     return found
 

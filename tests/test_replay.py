@@ -19,7 +19,8 @@ from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import ROUNDING, WORKSPACES
 from labutils.prediction import memory as prediction
 from labutils.prediction import replay, traces
-from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
+from labutils.prediction.allocator import CachingAllocator
+from labutils.prediction.blocks import DEFAULT, EXPANDABLE, MIB, Settings
 from labutils.prediction.memory import Prediction, allocator_settings
 from labutils.prediction.storage_log import BIRTH
 from labutils.prediction.trace import LASTING

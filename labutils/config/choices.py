@@ -1,7 +1,7 @@
 """One row for each value that a config can name: its facts, and the words that explain it.
 
-All other code asks the row. A name that has no row raises ValueError here, and nowhere else.
-The comments in `configs/*.yaml` and `configs/schema.json` are written from the rows (`make configs`).
+All other code asks the row. A name that has no row raises ValueError here, and nowhere else. The
+comments in `configs/*.yaml` and `configs/schema.json` are written from the rows (`make configs`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Precision:
     def is_16bit(self) -> bool:
         """Whether products are of 16-bit numbers."""
         return self.products != "float32"
+
+    @property
+    def kind(self) -> str:
+        """The kind of its products, as datasheets list their rates."""
+        return "TF32" if self.tf32 else self.products
 
 
 PRECISIONS = Rows(

@@ -34,7 +34,8 @@ def _expected(key: str, error: Mapping[str, Any]) -> str:
     shown = f"{value!r}"[:60]
     if kind == "literal_error":
         choices = [str(c) for c in Config.model_fields[key].annotation.__args__]
-        return f"`{key}`: {shown} is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}"
+        hint = did_you_mean(str(value), choices)
+        return f"`{key}`: {shown} is not one of {', '.join(choices)}.{hint}"
     expected = error["msg"].replace("Input should be ", "expected ").replace("a valid ", "a ")
     if kind == "bool_type":
         expected = "expected true or false"
@@ -122,9 +123,10 @@ def find_config(name: str | os.PathLike[str]) -> Path:
 def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     """Read, check and return the experiment in a YAML file; keyword arguments override its values.
 
-    `path` may be a short name ("bf16" is configs/bf16_config.yaml). The main part and `when_cpu` are both checked.
-    With overrides and no `name` among them, name and note tell what was overridden, so that no two
-    experiments share a name. Raises ConfigError with one `file:line:column` line for each mistake.
+    `path` may be a short name ("bf16" is configs/bf16_config.yaml). The main part and `when_cpu`
+    are both checked. With overrides and no `name` among them, name and note tell what was
+    overridden, so that no two experiments share a name. Raises ConfigError with one
+    `file:line:column` line for each mistake.
     """
     path = find_config(path)
     source = Source(_shown(path))

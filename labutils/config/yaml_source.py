@@ -61,7 +61,7 @@ def scalar(node: yaml.ScalarNode) -> Any:
 
 
 class Source:
-    """Where values stand in one file (or on the command line), and the mistakes found in it so far."""
+    """Where values stand in a file (or on the command line), and the mistakes found in it."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -103,7 +103,8 @@ def read_node(path: Path, source: Source) -> yaml.Node | None:
         if len(raw) > MAX_FILE_BYTES:
             source.add(
                 None,
-                f"is larger than {MAX_FILE_BYTES // 1024} KiB; a config is one screen of `key: value` lines",
+                f"is larger than {MAX_FILE_BYTES // 1024} KiB; a config is one screen of `key: "
+                "value` lines",
             )
         else:
             return _compose(raw, source)
@@ -113,7 +114,9 @@ def read_node(path: Path, source: Source) -> yaml.Node | None:
 _YAML_HELP = {
     "'\\t'": "; indent with spaces, not tabs",
     "could not find expected ':'": ", with a space behind the colon",
-    "mapping values are not allowed": '; a space belongs behind the colon of a key, and text with a colon in "quotes"',
+    "mapping values are not allowed": (
+        '; a space belongs behind the colon of a key, and text with a colon in "quotes"'
+    ),
 }
 
 

@@ -109,21 +109,26 @@ def diagnose(facts: GpuFacts) -> str | None:
         return None
     card = facts.cards[0]
     if facts.torch_cuda is None:
-        return f"{card} is present, but this torch is a CPU build. Mend: {INSTALL_CUDA_TORCH}"
+        return f"{card} is present, but this torch is a CPU build. Fix: {INSTALL_CUDA_TORCH}"
     if "driver" in facts.init_error and "old" in facts.init_error:
         return (
-            f"{card} is present, but its driver is too old for torch's CUDA {facts.torch_cuda}. Mend: update the "
-            "NVIDIA driver (nvidia.com/drivers), or install a torch built for an older CUDA (pytorch.org)"
+            f"{card} is present, but its driver is too old for torch's CUDA {facts.torch_cuda}. "
+            "Fix: update the "
+            "NVIDIA driver (nvidia.com/drivers), or install a torch built for an older CUDA "
+            "(pytorch.org)"
         )
-    return f"{card} is present, but torch cannot start CUDA: {facts.init_error or 'no reason given'}. Try: nvidia-smi"
+    reason = facts.init_error or "no reason given"
+    return f"{card} is present, but torch cannot start CUDA: {reason}. Try: nvidia-smi"
 
 
 def _too_full(facts: GpuFacts) -> str | None:
     if facts.free_gib is None or facts.free_gib >= SMALLEST_GIB:
         return None
     return (
-        f"{facts.cards[0] if facts.cards else 'The GPU'} has {facts.free_gib:.1f} GiB free; the smallest GPT-2 run of "
-        f"the course takes {SMALLEST_GIB:g}. Mend: close what holds the rest (nvidia-smi lists it), restart this kernel"
+        f"{facts.cards[0] if facts.cards else 'The GPU'} has {facts.free_gib:.1f} GiB free; the "
+        "smallest GPT-2 run of "
+        f"the course takes {SMALLEST_GIB:g}. Fix: close what holds the rest (nvidia-smi lists "
+        "it), restart this kernel"
     )
 
 
@@ -143,8 +148,10 @@ def _unsupported_architecture(facts: GpuFacts) -> str | None:
     ):
         return None
     return (
-        f"{facts.cards[0] if facts.cards else 'The GPU'} has compute capability {major}.{minor}; this torch has code "
-        f"for {', '.join(facts.arch_list)} only. Mend: install a torch that supports the card (pytorch.org), "
+        f"{facts.cards[0] if facts.cards else 'The GPU'} has compute capability {major}.{minor}; "
+        "this torch has code "
+        f"for {', '.join(facts.arch_list)} only. Fix: install a torch that supports the card "
+        "(pytorch.org), "
         "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
     )
 

@@ -1,97 +1,41 @@
 """The rules of torch's CUDA caching allocator, on paper: which requests fit, and what the card must
 have for them.
 
-`CachingAllocator` asks an imagined driver for *segments*, cuts *blocks* out of them, and keeps freed blocks for later
-requests, as c10/cuda/CUDACachingAllocator.cpp does (torch 2.13; each rule names its function
-there). Bytes depend on the order of requests alone, so nothing has to be computed and no GPU is
-needed. One stream, no CUDA graphs.
+`CachingAllocator` asks an imagined driver for *segments*, cuts *blocks* out of them, and keeps
+freed blocks for later requests, as c10/cuda/CUDACachingAllocator.cpp does (torch 2.13; each rule
+names its function there). Bytes depend on the order of requests alone, so nothing has to be
+computed and no GPU is needed. One stream, no CUDA graphs.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
 
-MIB = 2**20
-SMALLEST_BLOCK = 512  # kMinBlockSize: every request is rounded up to a multiple of it
-SMALL_REQUEST = MIB  # kSmallSize: requests up to this size share the small pool
-SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: what the small pool asks the driver for
-LARGE_SEGMENT = 20 * MIB  # large_segment_size: what requests of 1 to 10 MiB are cut from
-LARGE_REQUEST = 10 * MIB  # kMinLargeAlloc: from here on a request gets a segment of its own,
-ROUND_LARGE = 2 * MIB  # kRoundLarge: rounded up to a multiple of this
-ADDRESSES = LARGE_SEGMENT * 2**24  # that an expandable segment can grow into: they cost nothing
-
-
-class OutOfMemory(Exception):
-    """The driver has no more:
-
-    `asked` bytes were requested, the segment for them is `segment` bytes.
-    """
-
-    def __init__(self, asked: int, segment: int) -> None:
-        super().__init__(f"asked for {asked} bytes, in a segment of {segment}")
-        self.asked, self.segment = asked, segment
-
-
-class Settings(NamedTuple):
-    """What PYTORCH_ALLOC_CONF says, as far as it changes which requests fit; torch's defaults."""
-
-    expandable_segments: bool = False
-    max_split_size_bytes: float = math.inf
-    garbage_collection_threshold: float = 0.0  # of the cap; 0 is off
-
-    @classmethod
-    def parse(cls, text: str) -> Settings:
-        """Read a value of PYTORCH_ALLOC_CONF, such as
-        "expandable_segments:True,max_split_size_mb:128".
-        """
-        given = dict(part.split(":", 1) for part in text.split(",") if ":" in part)
-        return cls(
-            given.get("expandable_segments", "False").strip() == "True",
-            float(given.get("max_split_size_mb", math.inf)) * MIB,
-            float(given.get("garbage_collection_threshold", 0)),
-        )
-
-
-DEFAULT, EXPANDABLE = Settings(), Settings(expandable_segments=True)
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """A piece of a segment; `previous` and `next` are its neighbours in the same segment."""
-
-    address: int
-    size: int
-    pool: Pool
-    used: bool = False
-    mapped: bool = True  # of an expandable segment: is there memory behind these addresses?
-    previous: Block | None = None
-    next: Block | None = None
-    born: int = 0  # the pool's clock when this block was cached; only garbage collection asks
-
-
-class Pool:
-    """The free blocks of one kind, smallest first, of equal ones the lowest address first."""
-
-    def __init__(self, segment_bytes: int) -> None:
-        self.segment_bytes = segment_bytes
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []  # of expandable segments, lowest address first
-        self.clock = 0
-
-    def insert(self, block: Block) -> None:
-        bisect.insort(self.free, (block.size, block.address, block))
-
-    def remove(self, block: Block) -> None:
-        del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
+from labutils.prediction.blocks import (
+    ADDRESSES,
+    DEFAULT,
+    LARGE_SEGMENT,
+    SMALL_REQUEST,
+    SMALL_SEGMENT,
+    SMALLEST_BLOCK,
+    Block,
+    OutOfMemory,
+    Pool,
+    Settings,
+    could_grow_to,
+    merge,
+    rounded,
+    segment_bytes,
+    with_room,
+)
 
 
 class CachingAllocator:
     """Meets requests. `allocated`, `reserved` and their peaks are bytes.
 
-    `limit_bytes` is what the driver can give; `cap_bytes` is `torch.cuda.set_per_process_memory_fraction`'s.
+    `limit_bytes` is what the driver can give; `cap_bytes` is
+    `torch.cuda.set_per_process_memory_fraction`'s.
     """
 
     def __init__(
@@ -131,7 +75,7 @@ class CachingAllocator:
         for neighbour in (block.previous, block.next):
             if neighbour and not neighbour.used and neighbour.mapped:
                 block.pool.remove(neighbour)
-                _merge(block, neighbour)
+                merge(block, neighbour)
         block.born = block.pool.clock
         block.pool.insert(block)
 
@@ -154,7 +98,7 @@ class CachingAllocator:
         if at == len(pool.free):
             return None
         if self.settings.expandable_segments:  # of those that can grow, the one that can grow least
-            while at + 1 < len(pool.free) and _could_grow_to(pool.free[at + 1][2]) < _could_grow_to(
+            while at + 1 < len(pool.free) and could_grow_to(pool.free[at + 1][2]) < could_grow_to(
                 pool.free[at][2]
             ):
                 at += 1
@@ -271,7 +215,7 @@ class CachingAllocator:
 
         (try_allocate_expandable_block)
         """
-        block = next((found for _, u in pool.unmapped if (found := _with_room(u, size))), None)
+        block = next((found for _, u in pool.unmapped if (found := with_room(u, size))), None)
         if not block:
             block = Block(self._next_address, ADDRESSES, pool, mapped=False)
             self._next_address += ADDRESSES
@@ -299,7 +243,7 @@ class CachingAllocator:
         for neighbour in (block.previous, block.next):
             if neighbour and not neighbour.used and neighbour.mapped:
                 pool.remove(neighbour)
-                _merge(block, neighbour)
+                merge(block, neighbour)
         pool.insert(block)
         return block
 
@@ -346,55 +290,5 @@ class CachingAllocator:
         for neighbour in (block.previous, block.next):
             if neighbour and not neighbour.mapped:
                 pool.unmapped.remove((neighbour.address, neighbour))
-                _merge(block, neighbour)
+                merge(block, neighbour)
         bisect.insort(pool.unmapped, (block.address, block))
-
-
-def rounded(n_bytes: int) -> int:
-    """Return the size of the block that a request is for. (round_size)"""
-    return max(SMALLEST_BLOCK, -(-n_bytes // SMALLEST_BLOCK) * SMALLEST_BLOCK)
-
-
-def segment_bytes(size: int) -> int:
-    """Return what the driver is asked for where no free block is large enough.
-
-    (get_allocation_size)
-    """
-    if size <= SMALL_REQUEST:
-        return SMALL_SEGMENT
-    if size < LARGE_REQUEST:
-        return LARGE_SEGMENT
-    return -(-size // ROUND_LARGE) * ROUND_LARGE
-
-
-def _merge(block: Block, neighbour: Block) -> None:
-    """Add a neighbour to a block. (try_merge_blocks)"""
-    if neighbour is block.previous:
-        block.address = neighbour.address
-        block.previous = neighbour.previous
-        if block.previous:
-            block.previous.next = block
-    else:
-        block.next = neighbour.next
-        if block.next:
-            block.next.previous = block
-    block.size += neighbour.size
-
-
-def _could_grow_to(block: Block) -> int:
-    return block.size + (block.next.size if block.next and not block.next.mapped else 0)
-
-
-def _with_room(unmapped: Block, size: int) -> Block | None:
-    """Return where `size` free or unmapped bytes follow each other, at or before `unmapped`.
-
-    (find_expandable_block)
-    """
-    first = unmapped
-    if unmapped.previous and not unmapped.previous.used:
-        first = unmapped.previous
-    room, block = 0, first
-    while block and not block.used and room < size:
-        room += block.size
-        block = block.next
-    return first if room >= size else None

@@ -43,7 +43,7 @@ CHUNK_TOKENS = 512
 # Bytes per parameter that each further micro-batch moves: its gradient is read, added to what is
 # there and written (12), and the weights are read in the forward and in the backward pass (8).
 BYTES_PER_MICRO_BATCH = 20
-A100_TFLOPS = {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0}
+A100_TFLOPS = {"float32": 19.5, "TF32": 156.0, "float16": 312.0, "bfloat16": 312.0}
 A100_TB_PER_S = 2.0
 
 
@@ -53,8 +53,7 @@ def flops_per_byte(precision: str) -> float:
     From the datasheet of the A100 80 GB. Other cards have other ratios of the same order (T4, FP16:
     65 over 0.32).
     """
-    row = PRECISIONS[precision]
-    return A100_TFLOPS["tf32" if row.tf32 else row.products] / A100_TB_PER_S
+    return A100_TFLOPS[PRECISIONS[precision].kind] / A100_TB_PER_S
 
 
 def time_cost(config: Config, changes: dict[str, Any]) -> float:

@@ -1,8 +1,8 @@
 """What CUDA does that a CPU build of torch does not: autocast's list, the choice of kernels, memory
 that these borrow.
 
-`cuda_rules` makes operations on fake CPU tensors allocate what CUDA's would. `borrowed` says what an operation's
-kernels take from the allocator for themselves while they run.
+`cuda_rules` makes operations on fake CPU tensors allocate what CUDA's would. `borrowed` says what
+an operation's kernels take from the allocator for themselves while they run.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ FLASH_ROWS = (
 
 
 def outputs_in_order(operation: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return an operation's results in the order in which its CUDA kernel requests memory for them."""
+    """Return an operation's results in the order in which its CUDA kernel asks for them."""
     return (
         tensors[::-1] if operation is aten.native_dropout.default else tensors
     )  # the mask comes first
@@ -182,7 +182,7 @@ def _partial_sums(n_indices: int, n_rows: int, width: int) -> int:
 
 
 def _flash_workspace(batch: int, heads: int, n_queries: int, width: int) -> int:
-    """Return the bytes of the queries' gradient, summed in float32, and of one number for each row."""
+    """Return the bytes of the queries' gradient in float32, and of one number for each row."""
     return batch * heads * -(-n_queries // FLASH_ROWS) * FLASH_ROWS * (width + 1) * 4
 
 

@@ -25,7 +25,8 @@ from labutils.machine import here
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
-from labutils.prediction.allocator import DEFAULT, EXPANDABLE, CachingAllocator, Settings
+from labutils.prediction.allocator import CachingAllocator
+from labutils.prediction.blocks import DEFAULT, EXPANDABLE, Settings
 from labutils.prediction.trace import Trace, trace_step
 from labutils.prediction.traces import ON_CPU, Traces, fake_world
 from labutils.techniques.precision import autocast

@@ -39,8 +39,8 @@ def plainest_step_bytes(config: Config) -> int:
     """Return more bytes than a step of a config takes: in FP32, nothing fused or computed again.
 
     A bound that no technique has to be taught to. Per token and layer autograd keeps less than 128
-    bytes per unit of width, and 16 for each attention weight. Logits are there in less than 6 float32
-    copies, parameters with gradients, AdamW's state and temporaries in 8.
+    bytes per unit of width, and 16 for each attention weight. Logits are there in less than 6
+    float32 copies, parameters with gradients, AdamW's state and temporaries in 8.
     """
     model = MODELS[config.model]
     tokens = config.micro_batch_size * config.seq_len

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, thinned
-from labutils.prediction.allocator import MIB, CachingAllocator, OutOfMemory, Settings, rounded
+from labutils.prediction.allocator import CachingAllocator
+from labutils.prediction.blocks import MIB, OutOfMemory, Settings, rounded
 from labutils.prediction.storage_log import BIRTH, DEATH, OPERATION, Event, Segment
 from labutils.prediction.trace import CATEGORIES, LASTING, Trace
 
@@ -112,8 +113,8 @@ def smallest_limit(requests: list[Request], free: CachingAllocator, as_cap: bool
     """Return the fewest bytes with which an allocator meets all requests, to FINENESS, in whole 2
     MiB.
 
-    `free` is one that has met them without a limit. More may be reserved where more is there: before it gives up, the
-    allocator returns what it has cached.
+    `free` is one that has met them without a limit. More may be reserved where more is there:
+    before it gives up, the allocator returns what it has cached.
     """
     fails, enough = free.peak_allocated // (2 * MIB) - 1, -(-free.peak_reserved // (2 * MIB))
     while enough - fails > max(1, FINENESS * enough):

@@ -16,12 +16,12 @@ def use_attention(model: nn.Module, kind: str) -> None:
     """Choose how a Hugging Face model attends; without padding no causal mask exists as a tensor,
     but in `eager`.
 
-    `eager` is Hugging Face's own, with (T, T) matrices and mask; `sdpa` its own call of fused kernels. The others call
-    torch's scaled_dot_product_attention here: its `math`, memory-`efficient` or `flash` kernel,
-    which raises RuntimeError where it does not exist, or the one that torch prefers (`auto`). Under
-    a tracer (torch.compile, or on fake tensors) transformers' `sdpa` builds the mask as a tensor,
-    which rules flash attention out; and before every eager step it looks for packed sequences on
-    the device, for which the CPU waits.
+    `eager` is Hugging Face's own, with (T, T) matrices and mask; `sdpa` its own call of fused
+    kernels. The others call torch's scaled_dot_product_attention here: its `math`,
+    memory-`efficient` or `flash` kernel, which raises RuntimeError where it does not exist, or the
+    one that torch prefers (`auto`). Under a tracer (torch.compile, or on fake tensors)
+    transformers' `sdpa` builds the mask as a tensor, which rules flash attention out; and before
+    every eager step it looks for packed sequences on the device, for which the CPU waits.
     """
     from transformers import AttentionInterface
 

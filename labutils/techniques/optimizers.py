@@ -118,9 +118,9 @@ class LowBitAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see
     `quantize`).
 
-    Computes in float32, a slab of NUMBERS_AT_ONCE numbers at a time, so that little of it is ever unpacked.
-    Weights in bfloat16 and moments are rounded stochastically. Slower than torch's fused AdamW: a
-    slab takes dozens of small operations.
+    Computes in float32, a slab of NUMBERS_AT_ONCE numbers at a time, so that little of it is ever
+    unpacked. Weights in bfloat16 and moments are rounded stochastically. Slower than torch's fused
+    AdamW: a slab takes dozens of small operations.
     """
 
     def __init__(

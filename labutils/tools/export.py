@@ -1,10 +1,10 @@
 """A config as one script that needs no labutils: the same training, bit for bit on a CPU, in lines
 a reader can keep.
 
-`script.txt` holds the script with every technique; a config keeps some of its lines. Behind `#?` stand facts, all of
-which must hold (`!` negates one): at the end of a line for that line, on a line of its own for what
-follows, up to the next such line. Where a line that opens a block is dropped by the former, the
-block moves out.
+`script.txt` holds the script with every technique; a config keeps some of its lines. Behind `#?`
+stand facts, all of which must hold (`!` negates one): at the end of a line for that line, on a line
+of its own for what follows, up to the next such line. Where a line that opens a block is dropped by
+the former, the block moves out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def script(config: Config, device_type: str) -> str:
     _require_written(c)
     if c.corpus == "stdlib" and not data.topic_texts():
         raise ConfigError(
-            f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text file"
+            f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text "
+            "file"
         )
     template = Template(_keep(SCRIPT.read_text(encoding="utf-8"), _facts(c, device_type)))
     values = _values(c, device_type)
@@ -181,9 +182,11 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
     compile_arguments = compiling.mode_and_arguments(
         c.compile, device_type, c.grad_accum_steps > 1
     )[1]
+    moments = "betas=(0.9, 0.95)" if OPTIMIZERS[c.optimizer].is_adamw else "momentum=0.9"
     note = "".join(letter for letter in " ".join(c.note.split()) if letter.isprintable())
     about = {
-        "cpu": f"Each step's loss is that of the run {c.name} of labutils on a CPU with as many threads"
+        "cpu": f"Each step's loss is that of the run {c.name} of labutils on a CPU with as many "
+        "threads"
         + (", bit for bit" if eager else ", but for what the compiler adds up in another order"),
         "cuda": f"The training of the run {c.name} of labutils on a GPU",
     }[device_type]
@@ -232,7 +235,7 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
             "Return float32 x as bfloat16, up or down by chance: right on average.",
         ),
         "optimizer": "torch.optim.SGD" if c.optimizer == "sgd" else "torch.optim.AdamW",
-        "optimizer_options": f"{'momentum=0.9' if c.optimizer == 'sgd' else 'betas=(0.9, 0.95)'}, {how}",
+        "optimizer_options": f"{moments}, {how}",
         "loss": "loss_sum" if eager else "compiled_loss",
         "sequences": "GRAD_ACCUM_STEPS * MICRO_BATCH_SIZE"
         if c.grad_accum_steps > 1

@@ -19,11 +19,10 @@ def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFram
     """Return a table, one row per experiment, against the runs named `baseline`.
 
     Columns: the config keys that differ, then `step_ms` (median), `speedup` (×), `tokens_per_s`,
-    `peak_mib`,
-    `saving_percent`, `loss` (at the tokens that all runs saw), `verdict`. A time difference within the baseline's own
-    spread is called "no measurable difference". `table.attrs["notes"]` says what makes the rows
-    unequal. Repeated runs of an experiment share a row: medians of their medians. Raises
-    RecordError if there is no baseline.
+    `peak_mib`, `saving_percent`, `loss` (at the tokens that all runs saw), `verdict`. A time
+    difference within the baseline's own spread is called "no measurable difference".
+    `table.attrs["notes"]` says what makes the rows unequal. Repeated runs of an experiment share a
+    row: medians of their medians. Raises RecordError if there is no baseline.
     """
     import pandas as pd
 
@@ -163,11 +162,13 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
     times = [datetime.fromisoformat(r.created) for r in records]
     if times and max(times) - min(times) > timedelta(minutes=30):
         notes.append(
-            "Recorded more than half an hour apart: a machine's other load changes, so compare times with care."
+            "Recorded more than half an hour apart: a machine's other load changes, so compare "
+            "times with care."
         )
     if len({r.tokens for r in records}) > 1:
         shorter = dict.fromkeys(r.name for r in records if r.tokens == tokens)
         notes.append(
-            f"`loss` is after {tokens} tokens, where the shortest runs ({', '.join(shorter)}) ended."
+            f"`loss` is after {tokens} tokens, where the shortest runs ({', '.join(shorter)}) "
+            "ended."
         )
     return notes

@@ -179,7 +179,7 @@ def state_files(name: str | None = None) -> list[Path]:
 
 
 def find_runs() -> tuple[list[RunRecord], list[str]]:
-    """Return all readable records, oldest first, and one line for each file that is not readable."""
+    """Return all readable records, oldest first, and a line for each file that is not."""
     records, damaged = [], []
     for path in _record_files():
         try:

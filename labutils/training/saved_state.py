@@ -96,15 +96,18 @@ class Saver:
         free = shutil.disk_usage(runs_dir()).free
         if needed > free:
             raise OSError(
-                f"save_every: {self.every} needs {needed / 2**30:.1f} GiB in {runs_dir()}, which has "
-                f"{free / 2**30:.1f}. Make room, let LABUTILS_RUNS name a folder elsewhere, or set save_every: 0"
+                f"save_every: {self.every} needs {needed / 2**30:.1f} GiB in {runs_dir()}, which "
+                "has "
+                f"{free / 2**30:.1f}. Make room, let LABUTILS_RUNS name a folder elsewhere, or set "
+                "save_every: 0"
             )
 
     def restore(self, parts: Mapping[str, _Part]) -> int:
         """Put the state that `find` has found into the parts and the random generators; return the
         steps done.
 
-        `parts` are those that `save` gets, `model` among them. Raises RecordError if they do not fit.
+        `parts` are those that `save` gets, `model` among them. Raises RecordError if they do not
+        fit.
         """
         if not self.source:
             return 0
@@ -155,7 +158,8 @@ class Saver:
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             print(
-                f"{self.name}: state of step {done} NOT SAVED: {str(error).splitlines()[0]}; the run goes on"
+                f"{self.name}: state of step {done} NOT SAVED: {str(error).splitlines()[0]}; the "
+                "run goes on"
             )
 
     def finish(self) -> None:
@@ -232,5 +236,6 @@ def _damaged(path: Path, error: Exception) -> Exception:
         return error
     reason = (str(error).strip().splitlines() or [""])[0]
     return RecordError(
-        f"{path.name} is damaged, or no saved state ({type(error).__name__}: {reason[:100]}); delete it"
+        f"{path.name} is damaged, or no saved state ({type(error).__name__}: {reason[:100]}); "
+        "delete it"
     )

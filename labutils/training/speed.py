@@ -24,10 +24,10 @@ from labutils.training.records import Timing
 DATASHEET_TFLOPS = {
     "V100-SXM2": {"float32": 15.7, "float16": 125.0},
     "Tesla T4": {"float32": 8.1, "float16": 65.0},
-    "A100": {"float32": 19.5, "tf32": 156.0, "float16": 312.0, "bfloat16": 312.0},
-    "H100 80GB HBM3": {"float32": 67.0, "tf32": 494.0, "float16": 989.0, "bfloat16": 989.0},
-    "H100 PCIe": {"float32": 51.0, "tf32": 378.0, "float16": 756.0, "bfloat16": 756.0},
-    "H200": {"float32": 67.0, "tf32": 494.0, "float16": 989.0, "bfloat16": 989.0},
+    "A100": {"float32": 19.5, "TF32": 156.0, "float16": 312.0, "bfloat16": 312.0},
+    "H100 80GB HBM3": {"float32": 67.0, "TF32": 494.0, "float16": 989.0, "bfloat16": 989.0},
+    "H100 PCIe": {"float32": 51.0, "TF32": 378.0, "float16": 756.0, "bfloat16": 756.0},
+    "H200": {"float32": 67.0, "TF32": 494.0, "float16": 989.0, "bfloat16": 989.0},
 }
 
 
@@ -56,7 +56,7 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
     row = PRECISIONS[precision]
     if device.type == "cuda":
         peaks = datasheet_tflops(torch.cuda.get_device_name(device))
-        kind = "tf32" if row.tf32 else row.products
+        kind = row.kind
         if kind in peaks:
             return peaks[kind] * 1e12, f"{peaks[kind]:g} TFLOP/s, datasheet, dense"
         with tf32(row.tf32):

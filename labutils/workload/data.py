@@ -49,8 +49,10 @@ class Corpus:
         n_blocks = len(self.ids) // seq_len
         if n_blocks < HELD_OUT_EVERY:
             raise DataError(
-                f"the corpus has {len(self.ids)} tokens: too short for sequences of {seq_len}, which need at least "
-                f"{HELD_OUT_EVERY * seq_len}. Use a longer text, a smaller seq_len, or `corpus: stdlib`."
+                f"the corpus has {len(self.ids)} tokens: too short for sequences of {seq_len}, "
+                "which need at least "
+                f"{HELD_OUT_EVERY * seq_len}. Use a longer text, a smaller seq_len, or `corpus: "
+                "stdlib`."
             )
         blocks = torch.from_numpy(self.ids[: n_blocks * seq_len].astype(np.int64)).view(
             n_blocks, seq_len
@@ -93,13 +95,14 @@ def batches(
     """Yield packed micro-batches for ever: `input_ids` and `labels`, both `(micro_batch_size,
     seq_len)` int64.
 
-    `blocks` is `(n_blocks, seq_len)`. Each epoch is a new seeded order; the tail that fills no batch is left out.
-    Labels equal inputs: the loss shifts them by one position, so a sequence has seq_len - 1
-    targets. Raises DataError if there are fewer blocks than `micro_batch_size`.
+    `blocks` is `(n_blocks, seq_len)`. Each epoch is a new seeded order; the tail that fills no
+    batch is left out. Labels equal inputs: the loss shifts them by one position, so a sequence has
+    seq_len - 1 targets. Raises DataError if there are fewer blocks than `micro_batch_size`.
     """
     if len(blocks) < micro_batch_size:
         raise DataError(
-            f"the corpus has {len(blocks)} training sequences, fewer than micro_batch_size = {micro_batch_size}. "
+            f"the corpus has {len(blocks)} training sequences, fewer than micro_batch_size = "
+            f"{micro_batch_size}. "
             "Use a longer text, or a smaller micro_batch_size or seq_len."
         )
     generator = torch.Generator().manual_seed(seed)

@@ -160,9 +160,12 @@ def _require_hub_or_cache(model: str, file: str) -> bool:
         asked.result(timeout=4)
     except Exception as error:
         raise WeightsUnavailable(
-            f"weights: pretrained needs {repository}, which is not in the local cache, and the model hub cannot be "
-            f"used ({type(error).__name__}). Ways out: `weights: random` (the default, no download); run once with a "
-            "connection, and the weights are cached; or copy a filled cache and point HF_HOME at it."
+            f"weights: pretrained needs {repository}, which is not in the local cache, and the "
+            "model hub cannot be "
+            f"used ({type(error).__name__}). Ways out: `weights: random` (the default, no "
+            "download); run once with a "
+            "connection, and the weights are cached; or copy a filled cache and point HF_HOME at "
+            "it."
         ) from error
     return False
 
