@@ -14,7 +14,7 @@ import labutils as lab
 from labutils.files import new_id, write_atomically
 from labutils.training import experiment
 from labutils.training.code_version import PACKAGE, modules_behind
-from labutils.training.experiment import run_experiments
+from labutils.training.experiments import run_experiments
 from labutils.training.records import RecordError, RunRecord, Series, Timing, load_record
 from labutils.workload import data
 from tests.helpers import REPO
