@@ -11,7 +11,7 @@ import labutils as lab
 from labutils.config import reader
 from labutils.config.choices import CHECKPOINTING
 from labutils.machine import here
-from labutils.training import experiment
+from labutils.training import experiment, experiments
 from labutils.training.experiment import run_experiment
 from labutils.training.speed import UNTIMED_STEPS
 from labutils.workload import build as workload_build
@@ -165,7 +165,7 @@ def test_baseline_runs_twice_and_others_once(runs):
         return real(lab.load_config(path, **TINY), device=CPU, repeat=repeat, progress=False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "run_experiment", experiment_run)
+        patch.setattr(experiments, "run_experiment", experiment_run)
         lab.run_experiments(tiny)
     assert made == [("fp32_config", 0), ("fp32_config", 1), ("optimized_config", 0)]
 
