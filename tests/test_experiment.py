@@ -60,7 +60,7 @@ def test_values_of_the_config_reach_training_and_measurement(calls):
     run("fp16", **values, activation="gelu_tanh", seed=5, learning_rate=1e-3, lr_schedule="cosine")
     (model, _, loss_fn, optimizer), options = calls["train"]
     assert loss_fn.keywords == {"chunk_tokens": 10}
-    assert model.transformer.h.policy == "block"
+    assert model.transformer.h.policy.name == "block"
     assert (model.config.resid_pdrop, model.config.attn_pdrop, model.config.embd_pdrop) == (
         0.25,
     ) * 3
