@@ -142,7 +142,8 @@ def _add_config_files(add: Add) -> None:
 
 
 def _add_course(add: Add) -> None:
-    add("doctor", commands.doctor, "say what this machine can train, and what is wrong with it")
+    doctor = "say what this machine can train, and what is wrong with its set-up"
+    add("doctor", commands.doctor, doctor)
 
     labs = add("labs", commands.labs, "execute the notebooks on this machine; results go to runs/")
     labs.add_argument("notebook", nargs="*", help="some of them only")
@@ -174,7 +175,7 @@ def _add_bench(add: Add) -> None:
         const=(1, 1),
         type=_share,
         metavar="K/N",
-        help="take back one switch of it in each row; K/N: the K-th of N shares of the rows",
+        help="take back one of its switches in each row; K/N: the K-th of N shares of the rows",
     )
     bench.add_argument(
         "--scale",

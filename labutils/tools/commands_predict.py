@@ -136,8 +136,8 @@ def _allocator_text(ledger: MemoryLedger, expandable: bool) -> str:
     }
     table = pd.DataFrame(rows, index=["reserved in three steps", "smallest card"]).T / 2**30
     return (
-        "GiB that torch's allocator takes from the card, predicted by its rules. The last column "
-        f"includes {CONTEXT_GIB} GiB,\nwhich is assumed, for the CUDA context.\n"
+        "GiB that torch's allocator takes from the card, predicted by its rules.\n"
+        f"The smallest card has room for a CUDA context of {CONTEXT_GIB} GiB, which is assumed.\n"
         f"{table.round(2).to_string(na_rep='not asked')}"
     )
 
@@ -146,9 +146,9 @@ def _verdict(answer: Answer) -> str:
     if answer.ledger.needed_bytes is not None:
         reason = f"the smallest card has {answer.needed_gib:.2f} GiB"
     else:
-        reason = f"it needs {answer.needed_gib:.2f} GiB, a tenth of them for what no tensor can use"
+        reason = f"it needs {answer.needed_gib:.2f} GiB, with a tenth for what no tensor can use"
         if answer.device != "cpu":
-            reason += f", and {CONTEXT_GIB} for the CUDA context"
+            reason += f" and {CONTEXT_GIB} for the CUDA context"
     verdict = "fits" if answer.fits else "does NOT fit"
     return f"{verdict} {answer.budget_gib:g} GiB: {reason}"
 
