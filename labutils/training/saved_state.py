@@ -29,19 +29,19 @@ class _Part(Protocol):
 
 
 class Saver:
-    """Saves what decides the steps to come: parameters, optimizer, loss scale, random numbers, the
-    step; and the log.
+    """Saves what decides the steps to come, and the log.
 
+    That is: parameters, optimizer, loss scale, random numbers, and the step. The steps done are
+    also the position in the data, which come in the same order in every run.
     The file, `runs/<name>-<experiment>-<repeat>-<id>.state`, is replaced as a whole every `every`
-    steps (0: never); the steps done are also the position in the data, which come in the same order
-    in every run. `planned` is the record that the run will fill: only states of an equal experiment
-    and repeat are continued (`left` are those there are). They are read with `weights_only`: no
-    code in a file runs. Each holds its config, so that it can be continued alone.
+    steps (0: never). It holds its config, so that it can be continued alone.
+    `planned` is the record that the run will fill. Only states of an equal experiment and repeat
+    are continued; `left` are those there are.
     """
 
     def __init__(self, planned: RunRecord, every: int, run_id: str) -> None:
         self.steps = planned.steps_planned
-        # a slow machine plans fewer steps, by a noisy probe
+        # A slow machine plans fewer steps, by a noisy probe.
         self.planned = planned = planned.model_copy(update={"steps_planned": 0})
         self.every, self.name, self.done = every, planned.name, 0
         self.experiment = f"{self.name}-{planned.experiment}-"
@@ -53,8 +53,8 @@ class Saver:
     def find(self) -> int:
         """Look for this run's furthest state, and return its steps; 0 if there is none.
 
-        Raises RecordError if none of this experiment's is whole, or if those there are belong to
-        other experiments.
+        Raises RecordError if none of this experiment's states is whole. Raises it too if those
+        there are belong to other experiments.
         """
         files, damaged = state_files(self.name), []
         for path in self.left:
@@ -72,11 +72,13 @@ class Saver:
             print(f"{self.name}: {error}; another state is whole")
         if files and not any(path.name.startswith(self.experiment) for path in files):
             there, here = read_header(files[-1]).planned.identity, self.planned.identity
-            unequal = [key for key in here | there if here.get(key) != there.get(key)]
+            changes = []
+            for key in here | there:
+                if here.get(key) != there.get(key):
+                    changes.append(f"{key} was {there.get(key)}, now {here.get(key)}")
             raise RecordError(
-                f"{files[-1].name} is of another experiment: "
-                + ", ".join(f"{key} was {there.get(key)}, now {here.get(key)}" for key in unequal)
-                + ". Put that back, or train from the beginning without --resume"
+                f"{files[-1].name} is of another experiment: {', '.join(changes)}. "
+                "Put that back, or train from the beginning without --resume"
             )
         return self.done
 
@@ -86,8 +88,9 @@ class Saver:
         return f"python -m labutils run {(self.source or self.path).name}"
 
     def require_room(self, model: nn.Module) -> None:
-        """Raise OSError if the disk has no room for two states of a model, the last and the next
-        (if there is none).
+        """Raise OSError if the disk has no room for the states of a model.
+
+        There are two while the next one replaces the last.
         """
         if not self.every:
             return
@@ -96,18 +99,16 @@ class Saver:
         free = shutil.disk_usage(runs_dir()).free
         if needed > free:
             raise OSError(
-                f"save_every: {self.every} needs {needed / 2**30:.1f} GiB in {runs_dir()}, which "
-                "has "
-                f"{free / 2**30:.1f}. Make room, let LABUTILS_RUNS name a folder elsewhere, or set "
-                "save_every: 0"
+                f"save_every: {self.every} needs {needed / 2**30:.1f} GiB in {runs_dir()}, "
+                f"which has {free / 2**30:.1f}. Make room, let LABUTILS_RUNS name a folder "
+                "elsewhere, or set save_every: 0"
             )
 
     def restore(self, parts: Mapping[str, _Part]) -> int:
-        """Put the state that `find` has found into the parts and the random generators; return the
-        steps done.
+        """Put the state that `find` has found into the parts; return the steps done.
 
-        `parts` are those that `save` gets, `model` among them. Raises RecordError if they do not
-        fit.
+        `parts` are those that `save` gets, `model` among them. The random generators are set too.
+        Raises RecordError if the parts do not fit.
         """
         if not self.source:
             return 0
@@ -151,21 +152,15 @@ class Saver:
                 with suppress(OSError):  # another user's
                     self.source.unlink(missing_ok=True)
                 self.source = None
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch's writer makes a RuntimeError of what stops it
+        except (OSError, RuntimeError) as error:
+            # Torch's writer makes a RuntimeError of what stops it.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
-            print(
-                f"{self.name}: state of step {done} NOT SAVED: {str(error).splitlines()[0]}; the "
-                "run goes on"
-            )
+            reason = str(error).splitlines()[0]
+            print(f"{self.name}: state of step {done} NOT SAVED: {reason}; the run goes on")
 
     def finish(self) -> None:
-        """Delete the run's states, which nobody needs once it is complete, and what killed
-        processes left of them.
-        """
+        """Delete the states of a run that is complete, and what killed processes left of them."""
         for path in (self.path, *self.left, *runs_dir().glob(f".{self.run}*")):
             with suppress(OSError):  # another user's
                 path.unlink(missing_ok=True)
@@ -221,6 +216,7 @@ def _read(path: Path) -> dict[str, Any]:
         with ZipFile(path) as archive:
             if broken := archive.testzip():  # torch does not look at the checksums it has written
                 raise ValueError(f"wrong checksum of {broken}")
+        # weights_only: no code in a file runs.
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -229,13 +225,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, error: Exception) -> Exception:
-    """Return the error that says so; or the error itself if it has another cause, too little
-    memory.
-    """
+    """Return the error that says so; too little memory is another cause, and stays itself."""
     if is_out_of_memory(error):
         return error
     reason = (str(error).strip().splitlines() or [""])[0]
-    return RecordError(
-        f"{path.name} is damaged, or no saved state ({type(error).__name__}: {reason[:100]}); "
-        "delete it"
-    )
+    cause = f"{type(error).__name__}: {reason[:100]}"
+    return RecordError(f"{path.name} is damaged, or no saved state ({cause}); delete it")

@@ -75,8 +75,10 @@ class StepLog:
     def step_ms(self) -> list[float]:
         if self.cuda:
             torch.cuda.synchronize()
-            return self.earlier_ms + [start.elapsed_time(end) for start, end in self.marks]
-        return self.earlier_ms + [1000 * (end - start) for start, end in self.marks]
+        found = list(self.earlier_ms)
+        for start, end in self.marks:
+            found.append(start.elapsed_time(end) if self.cuda else 1000 * (end - start))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         self.read()
