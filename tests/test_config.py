@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from labutils.config.reader import load_config, parse_overrides
+from labutils.config.reader import config_of, load_config, parse_overrides
 from labutils.config.schema import KEYS, ConfigError, schema_text
 from labutils.tools.configs import commented
 from tests.helpers import REPO, committed
@@ -321,3 +321,21 @@ def test_schema_file_equals_the_model():
 def test_check_needs_no_torch():
     code = "import sys, labutils.tools.cli as c; assert c.main(['check', 'bf16']) == 0 and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_file_from_before_a_key_still_loads_and_says_so(write):
+    lines = [line for line in GOOD.splitlines() if not line.startswith("expandable_segments")]
+    config = load_config(write("\n".join(lines)))
+    assert config.expandable_segments is False
+    assert "not in the file, so the default: expandable_segments False" in config.changes("cuda")
+    assert not any("default" in line for line in load_config(write(GOOD)).changes("cuda"))
+
+
+def test_the_config_of_an_old_record_loads_or_says_what_is_unknown():
+    values = load_config("fp32").model_dump(exclude={"overrides"})
+    del values["expandable_segments"]
+    assert config_of(values, "old run").defaults == {"expandable_segments": False}
+    with pytest.raises(ConfigError, match="old run: `optimizer`.*another version"):
+        config_of(values | {"optimizer": "adagrad"}, "old run")
+    with pytest.raises(ConfigError, match="old run: `gone`"):
+        config_of(values | {"gone": 1}, "old run")

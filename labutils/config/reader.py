@@ -105,6 +105,23 @@ def parse_overrides(pairs: Iterable[str]) -> dict[str, Any]:
     return values
 
 
+def config_of(values: Mapping[str, Any], source: str) -> Config:
+    """Return the config that a record or a saved state holds; `source` names it in errors.
+
+    Keys that are newer than it get their defaults: see `Config.defaults`. Raises ConfigError with a
+    line for each value that this version of the course does not know.
+    """
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as problem:
+        lines = []
+        for error in problem.errors():
+            key = str(error["loc"][0])
+            message = f"`{key}`: {error['msg']}, as another version of the course wrote it"
+            lines.append(f"{source}: {message}")
+        raise ConfigError("\n".join(lines)) from None
+
+
 def find_config(name: str | os.PathLike[str]) -> Path:
     """Return the file meant by a path, by "bf16" (configs/bf16_config.yaml) or by "mine"
     (configs/my_mine.yaml).

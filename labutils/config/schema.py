@@ -198,24 +198,32 @@ class Config(BaseModel):
             )
         return resolved
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Keys that the file, record or state did not have, with the defaults that they got."""
+        missing = [key for key in KEYS if key not in self.model_fields_set]
+        return {key: getattr(self, key) for key in missing}
+
     def changes(self, device_type: str) -> list[str]:
-        """Return a line for the values that `when_cpu` set, and one for the overridden ones, where
-        there are any.
-        """
+        """Return what does not come from the main part of the file: a line for each source."""
         cpu = self.when_cpu if device_type == "cpu" else {}
         resolved = self.on(device_type)
-        from_cpu = [
-            f"{key} {getattr(resolved, key)}"
-            for key in KEYS
-            if key in cpu and key not in self.overrides
-        ]
-        set_by_caller = [
-            f"{key} {getattr(resolved, key)} (instead of {cpu.get(key, self.overrides[key])})"
-            for key in KEYS
-            if key in self.overrides and key not in ("name", "note")
-        ]
-        lines = ["on a CPU (when_cpu): " + ", ".join(from_cpu)] if from_cpu else []
-        return lines + (["override: " + ", ".join(set_by_caller)] if set_by_caller else [])
+        from_cpu, from_caller, from_default = [], [], []
+        for key in KEYS:
+            value = getattr(resolved, key)
+            if key in self.overrides and key not in ("name", "note"):
+                instead_of = cpu.get(key, self.overrides[key])
+                from_caller.append(f"{key} {value} (instead of {instead_of})")
+            elif key in cpu and key not in self.overrides:
+                from_cpu.append(f"{key} {value}")
+            elif key in self.defaults:
+                from_default.append(f"{key} {value}")
+        sources = {
+            "on a CPU (when_cpu)": from_cpu,
+            "override": from_caller,
+            "not in the file, so the default": from_default,
+        }
+        return [f"{source}: {', '.join(texts)}" for source, texts in sources.items() if texts]
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]

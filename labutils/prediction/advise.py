@@ -10,6 +10,7 @@ import torch
 
 from labutils.config.cards import Card, PrecisionUnsupported
 from labutils.config.choices import ATTENTION, EACH_BLOCK, OPTIMIZERS, SMALLEST_STATE
+from labutils.config.reader import config_of
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config, ConfigError
 from labutils.machine import here
@@ -82,7 +83,7 @@ def advise(run: Any, device: str | torch.device | Card = "a100") -> Advices:
     recomputation, the loss in chunks, smaller or earlier optimizer steps.
     Raises what `predict_memory` raises, for the config as it is.
     """
-    config = run if isinstance(run, Config) else Config.model_validate(run.config)
+    config = run if isinstance(run, Config) else config_of(run.config, run.name)
     resolved = resolve(config, here.card_of(device))
     config, card = resolved.config, resolved.card
     now = predict_memory(config, card)

@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
+from labutils.config.reader import config_of
 from labutils.config.schema import Config
 from labutils.files import runs_dir, write_atomically
 from labutils.memory.errors import is_out_of_memory
@@ -182,7 +183,7 @@ class Header(BaseModel):
     @property
     def config(self) -> Config:
         """The run's config, as resolved for its device."""
-        return Config.model_validate(self.planned.config)
+        return config_of(self.planned.config, self.planned.name)
 
 
 def read_header(path: Path) -> Header:
