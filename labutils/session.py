@@ -16,7 +16,7 @@ from labutils.machine.gpu import choose_device, diagnose, gpu_facts
 from labutils.machine.host import usable_cpus
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
-from labutils.prediction.out_of_memory import ways_out
+from labutils.prediction.out_of_memory import suggest_changes
 from labutils.techniques import compiling
 
 if TYPE_CHECKING:
@@ -86,6 +86,6 @@ def _answer(
     sys.last_value = error
     free_memory()
     if isinstance(config := shell.user_ns.get("config"), Config):
-        lines.append(f"For `config` ({config.name}): {ways_out(config, choose_device())}")
+        lines.append(f"For `config` ({config.name}): {suggest_changes(config, choose_device())}")
     error._render_traceback_ = lambda: lines
     shell.showtraceback((kind, error, tb), tb_offset=tb_offset)

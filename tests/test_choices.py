@@ -47,7 +47,7 @@ ASKED = {
     "optimizer": lambda: optimizer(optimizer="lion"),
     "implementation": lambda: optimizer(implementation="quick"),
     "attention": lambda: use_attention(lab.build_model(), "linear"),
-    "policy": lambda: checkpointing.Units(torch.nn.ModuleList(), "some", 0.0),
+    "policy": lambda: checkpointing.CheckpointedBlocks(torch.nn.ModuleList(), "some", 0.0),
     "model": lambda: lab.build_model("gpt3"),
     "weights": lambda: lab.build_model(weights="good"),
     "activation": lambda: lab.build_model(activation="relu"),

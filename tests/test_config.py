@@ -335,7 +335,7 @@ def test_the_config_of_an_old_record_loads_or_says_what_is_unknown():
     values = load_config("fp32").model_dump(exclude={"overrides"})
     del values["expandable_segments"]
     assert config_of(values, "old run").defaults == {"expandable_segments": False}
-    with pytest.raises(ConfigError, match="old run: `optimizer`.*another version"):
+    with pytest.raises(ConfigError, match=r"old run: `optimizer`.*another version"):
         config_of(values | {"optimizer": "adagrad"}, "old run")
     with pytest.raises(ConfigError, match="old run: `gone`"):
         config_of(values | {"gone": 1}, "old run")

@@ -15,7 +15,7 @@ from labutils.memory.ledger import (
     PARAMETERS,
     TEMPORARIES,
     TIMELINE_POINTS,
-    thinned,
+    downsample_timeline,
 )
 from labutils.memory.tensors import tensor_bytes
 from labutils.techniques.precision import grad_scaler
@@ -94,7 +94,7 @@ def test_timeline_reaches_each_phases_peak_in_order():
 def test_a_long_timeline_keeps_its_peak():
     alive = np.ones((5000, 2))
     alive[1234] = 30, 40
-    [(_, points)] = thinned([("backward", np.arange(5000), alive)])
+    [(_, points)] = downsample_timeline([("backward", np.arange(5000), alive)])
     assert [1234, 30, 40] in points
     assert len(points) <= TIMELINE_POINTS + 1
 

@@ -15,8 +15,8 @@ from labutils.machine.host import free_host_bytes, usable_cpus
 from labutils.memory import device_memory as memory
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.errors import is_out_of_memory, short_message
-from labutils.prediction.fit import enough_alone
-from labutils.prediction.out_of_memory import plainest_step_bytes, ways_out
+from labutils.prediction.fit import single_changes_that_fit
+from labutils.prediction.out_of_memory import plainest_step_bytes, suggest_changes
 from labutils.training import experiment
 from tests.helpers import CPU, REPO
 
@@ -64,17 +64,17 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     config = lab.load_config("fp32", micro_batch_size=8, tokens_per_step=1024)
     free = 0.7 * lab.needed_gib(lab.predict_memory(config, "cpu"), "cpu")
     monkeypatch.setattr(here, "free_bytes", lambda _: free * GIB)
-    answer = ways_out(config, CPU)
+    answer = suggest_changes(config, CPU)
     options = answer.partition("Cheapest ways out (predicted): ")[2].split("; or ")
     assert answer.startswith(f"{1024 * free:.0f} MiB are free now.") and len(options) == 3
-    wanted = enough_alone(config, free, "cpu")[:3]
+    wanted = single_changes_that_fit(config, free, "cpu")[:3]
     assert options == [
         ", ".join(f"{key}: {value}" for key, value in one.changes.items()) for one in wanted
     ]
     assert all(one.fits(free) for one in wanted)
     assert not any("precision" in one.changes for one in wanted)  # 16 bits are slow on most CPUs
     monkeypatch.setattr(here, "free_bytes", lambda _: 2**20)
-    assert ways_out(config, CPU).startswith("No change fits 1 MiB free; the smallest needs ")
+    assert suggest_changes(config, CPU).startswith("No change fits 1 MiB free; the smallest needs ")
 
 
 def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
@@ -83,7 +83,7 @@ def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
     So something else was alive, or what ran was larger.
     """
     monkeypatch.setattr(here, "free_bytes", lambda _: 4 * GIB)
-    answer = ways_out(lab.load_config("fp32"), CPU)
+    answer = suggest_changes(lab.load_config("fp32"), CPU)
     assert answer.startswith("Alone fp32 needs ") and "4.00 GiB are free now" in answer
     assert "fits" not in answer and "Delete what you no longer need" in answer
 

@@ -305,7 +305,7 @@ FAULTS = [
     ),
     Fault(
         "memory.ledger",
-        "peak thinned out of the timeline",
+        "peak downsample_timeline out of the timeline",
         ".tolist(), int(alive.sum(axis=1).argmax())}",
         ".tolist()}",
         "test_memory.py::test_a_long_timeline_keeps_its_peak",

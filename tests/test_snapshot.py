@@ -10,7 +10,7 @@ import torch
 
 import labutils as lab
 from labutils.memory import snapshot
-from labutils.memory.cpu_recorder import allocation_profile, highest_rise
+from labutils.memory.cpu_recorder import allocation_profile, peak_above_start
 from tests.helpers import CPU
 
 
@@ -37,7 +37,7 @@ def test_a_recorded_step_rises_as_far_as_the_allocator_says_and_leaves_nothing()
         step()
     with snapshot.record(CPU) as found:
         step()
-    assert found.alive().sum(axis=1).max() == pytest.approx(highest_rise(profile), rel=0.01)
+    assert found.alive().sum(axis=1).max() == pytest.approx(peak_above_start(profile), rel=0.01)
     assert sum(found.at_end().values()) == 0
     assert found.alive().min() >= 0
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from labutils.config.schema import Config, contradictions
+from labutils.config.schema import Config, ConfigError, contradictions
 from labutils.config.yaml_source import (
     Loader,
     Source,

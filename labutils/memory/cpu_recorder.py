@@ -17,14 +17,14 @@ from torch import nn
 from labutils.memory.device_memory import allocated_bytes
 from labutils.memory.ledger import (
     ACTIVATIONS,
-    BORN_IN,
+    CATEGORY_OF_PHASE,
     GRADIENTS,
     LOGITS,
     OPTIMIZER,
     PARAMETERS,
     TEMPORARIES,
     MemoryLedger,
-    thinned,
+    downsample_timeline,
 )
 from labutils.memory.tensors import optimizer_tensors, tensor_bytes
 
@@ -72,7 +72,7 @@ class CpuRecorder:
             if peak.sum() > sum(phases.get(phase, {}).values()):
                 phases[phase] = dict(zip(self.CATEGORIES, peak.tolist(), strict=True))
         method = "CPU allocator events (torch.profiler)"
-        return MemoryLedger(phases=phases, method=method, timeline=thinned(segments))
+        return MemoryLedger(phases=phases, method=method, timeline=downsample_timeline(segments))
 
     def _segments(self) -> list[tuple[str, np.ndarray, np.ndarray]]:
         """Return (phase, positions, bytes by category after each event) of each phase."""
@@ -90,7 +90,7 @@ class CpuRecorder:
             else:
                 address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
                 if n_bytes > 0:
-                    category = BORN_IN.get(phase, TEMPORARIES)
+                    category = CATEGORY_OF_PHASE.get(phase, TEMPORARIES)
                     if n_seen in gradient_births:
                         category = GRADIENTS
                     category_at[address] = self.CATEGORIES.index(category)
@@ -164,10 +164,10 @@ def peak_allocated(device: torch.device) -> Iterator[Peak]:
     before = allocated_bytes(device)
     with allocation_profile() as profile:
         yield found
-    found.n_bytes = before + highest_rise(profile)
+    found.n_bytes = before + peak_above_start(profile)
 
 
-def highest_rise(profile: torch.profiler.profile) -> int:
+def peak_above_start(profile: torch.profiler.profile) -> int:
     """Return how far the bytes in CPU tensors rose above those at the start of a profile.
 
     The profile needs `profile_memory=True`.

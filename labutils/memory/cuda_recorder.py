@@ -14,19 +14,19 @@ from labutils.memory.device_memory import cublas_bytes
 from labutils.memory.ledger import (
     ACTIVATIONS,
     GRADIENTS,
+    KEPT_AND_TEMPORARY,
     LOGITS,
     OPTIMIZER,
     PARAMETERS,
-    REST,
     TEMPORARIES,
     WORKSPACES,
     MemoryLedger,
-    thinned,
+    downsample_timeline,
 )
 from labutils.memory.tensors import optimizer_tensors, tensor_bytes
 
 # Totals are all that the allocator tells: what is not known otherwise goes into one category.
-REST_OF = {"forward": ACTIVATIONS, "loss": LOGITS, "backward": REST}
+REST_OF = {"forward": ACTIVATIONS, "loss": LOGITS, "backward": KEPT_AND_TEMPORARY}
 
 
 class CudaRecorder:
@@ -42,7 +42,7 @@ class CudaRecorder:
         ACTIVATIONS,
         LOGITS,
         TEMPORARIES,
-        REST,
+        KEPT_AND_TEMPORARY,
         WORKSPACES,
     )
 
@@ -122,5 +122,5 @@ class CudaRecorder:
             phases=self.phases,
             method="CUDA allocator statistics (max_memory_allocated)",
             reserved_bytes=torch.cuda.max_memory_reserved(),
-            timeline=thinned(segments),
+            timeline=downsample_timeline(segments),
         )

@@ -60,16 +60,16 @@ ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = (
     "logits and loss",
     "temporaries",
 )
-REST = "activations and temporaries"
+KEPT_AND_TEMPORARY = "activations and temporaries"
 WORKSPACES, ROUNDING = (
     "library workspaces",
     "rounding up",
 )  # on CUDA: what cuBLAS keeps; what blocks are too large
-BORN_IN = {"forward": ACTIVATIONS, "loss": LOGITS}
+CATEGORY_OF_PHASE = {"forward": ACTIVATIONS, "loss": LOGITS}
 TIMELINE_POINTS = 400
 
 
-def thinned(
+def downsample_timeline(
     segments: Sequence[tuple[str, np.ndarray, np.ndarray]],
 ) -> list[tuple[str, list[list[int]]]]:
     """Return a ledger's timeline from (phase, positions (n,), bytes by category (n, categories)) of

@@ -13,7 +13,7 @@ from labutils.config.choices import PRECISIONS
 from labutils.memory.cpu_recorder import CpuRecorder
 from labutils.memory.cuda_recorder import CudaRecorder
 from labutils.memory.ledger import MemoryLedger
-from labutils.memory.tensors import when_loss_begins
+from labutils.memory.tensors import on_loss_begin
 from labutils.techniques.loss import count_targets
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
@@ -56,7 +56,7 @@ def measure_step(
         else:
             recorder.begin(name)
 
-    handle = when_loss_begins(model, lambda: recorder.begin("loss"))
+    handle = on_loss_begin(model, lambda: recorder.begin("loss"))
     try:
         with tf32(PRECISIONS[precision].tf32), recorder.recording():
             if isinstance(optimizer, OptimizerInBackward):

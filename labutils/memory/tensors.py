@@ -29,7 +29,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     ]
 
 
-def when_loss_begins(model: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+def on_loss_begin(model: nn.Module, call: Callable[[], None]) -> RemovableHandle:
     """Call back where the forward phase ends: behind the last block of a Hugging Face model (its
     head makes logits), behind a whole module that has no `base_model`.
     """

@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 
 from labutils.plotting.memory import stacked_memory
 from labutils.plotting.style import BLUE, COLORS, VERMILION, line_look, new_axis, place_of
-from labutils.training.compare import grouped
+from labutils.training.compare import group_by_experiment
 from labutils.training.records import RunRecord
 
 
 def _trained(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    return grouped([record for record in records if record.timing])
+    return group_by_experiment([record for record in records if record.timing])
 
 
 def _median_ms(runs: Sequence[RunRecord]) -> float:

@@ -15,7 +15,13 @@ from labutils.config.resolve import resolve
 from labutils.config.schema import Config, ConfigError
 from labutils.machine import here
 from labutils.memory.ledger import MIB, MemoryLedger
-from labutils.prediction.changes import CHUNK_TOKENS, FREE, costs, faster_precision, time_cost
+from labutils.prediction.changes import (
+    CHUNK_TOKENS,
+    NO_COST_CHANGES,
+    costs,
+    faster_precision,
+    time_cost,
+)
 from labutils.prediction.memory import predict_memory
 
 NOTHING = 0.005  # of the peak: less is called nothing
@@ -145,7 +151,7 @@ def _slow_here(changes: dict[str, Any]) -> str:
 
 def candidates(config: Config, card: Card) -> list[dict[str, Any]]:
     """Return the changes worth a try; each is one decision, though some need two keys."""
-    found: list[dict[str, Any]] = [{key: value} for key, (value, _) in FREE.items()]
+    found: list[dict[str, Any]] = [{key: value} for key, (value, _) in NO_COST_CHANGES.items()]
     if ATTENTION[config.attention].keeps_matrices:
         found.append({"attention": "auto"})
     if faster := faster_precision(config, card):

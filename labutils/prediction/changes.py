@@ -23,14 +23,14 @@ from labutils.memory.device_memory import without_expandable_segments
 from labutils.prediction.arithmetic import n_parameters
 
 # These change neither results (beyond rounding) nor cost time: the value, and why it is free.
-FREE = {
+NO_COST_CHANGES = {
     "expandable_segments": (True, "the same tensors, fewer holes between them; Linux only"),
     "use_cache": (False, "training never reads the cache"),
     "activation": ("gelu_tanh", "the same function, fused"),
     "optimizer_impl": ("fused", "the same update, without temporaries"),
 }
 # What these cost is not in `time_cost`.
-WITHOUT_FLOPS = {
+COSTS_WITHOUT_FLOPS = {
     "attention": "nothing: the same sums in another order, without (T, T) matrices",
     "optimizer": "a slower update, and moments of 8 bits: compare the losses",
     "optimizer_in_backward": "no clipping and no accumulation; the same update otherwise",
@@ -96,10 +96,10 @@ def costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _cost(config: Config, changes: dict[str, Any], key: str) -> str:
-    if key in FREE:
-        return f"nothing: {FREE[key][1]}"
-    if key in WITHOUT_FLOPS:
-        return WITHOUT_FLOPS[key]
+    if key in NO_COST_CHANGES:
+        return f"nothing: {NO_COST_CHANGES[key][1]}"
+    if key in COSTS_WITHOUT_FLOPS:
+        return COSTS_WITHOUT_FLOPS[key]
     if key == "precision":
         if PRECISIONS[changes[key]].weights != "float32":
             return (
@@ -116,9 +116,9 @@ def _cost(config: Config, changes: dict[str, Any], key: str) -> str:
 
 
 def free_changes(config: Config, card: Card) -> dict[str, Any]:
-    """Return those of FREE that would change a config, and that exist on the card."""
+    """Return those of NO_COST_CHANGES that would change a config, and that exist on the card."""
     found = {}
-    for key, (value, _) in FREE.items():
+    for key, (value, _) in NO_COST_CHANGES.items():
         if getattr(config, key) != value:
             found[key] = value
     if card.gpu is None or (card.is_here and without_expandable_segments()):

@@ -14,7 +14,7 @@ from labutils.config.resolve import resolve
 from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.memory.ledger import MemoryLedger
-from labutils.prediction.changes import FREE, combinations, costs, time_cost
+from labutils.prediction.changes import NO_COST_CHANGES, combinations, costs, time_cost
 from labutils.prediction.memory import BatchSizes, CpuPrediction, Prediction
 
 
@@ -70,7 +70,7 @@ def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "
     return plans.without_superfluous(found, max(budget_gib, found.needed_gib))
 
 
-def enough_alone(
+def single_changes_that_fit(
     config: Config, budget_gib: float, device: str | torch.device | Card = "a100"
 ) -> list[Plan]:
     """Return the plans of one change, beside free ones, that make a step fit; cheapest first.
@@ -83,7 +83,7 @@ def enough_alone(
         return []
     found: dict[tuple[str, ...], Plan] = {}
     for changes in plans.candidates():
-        alone = tuple(key for key in changes if key not in FREE)
+        alone = tuple(key for key in changes if key not in NO_COST_CHANGES)
         if len(alone) < 2 and alone not in found:
             plan = plans.of(changes)
             if plan.fits(budget_gib):
@@ -137,10 +137,10 @@ class Plans:
 
     def smallest_of_all(self) -> Plan:
         """Return the plan that needs least. Other recipes keep more bytes per parameter."""
-        furthest = max(_for_the_last(one)[1:] for one in self.candidates())
+        furthest = max(_changes_of_the_learning(one)[1:] for one in self.candidates())
         plans = []
         for changes in self.candidates():
-            if _for_the_last(changes)[1:] == furthest:
+            if _changes_of_the_learning(changes)[1:] == furthest:
                 plans.append(self.smallest_like(changes))
         return min(plans, key=_bytes_taken)
 
@@ -163,10 +163,10 @@ class Plans:
 def _rank(config: Config, changes: dict[str, Any]) -> tuple:
     cost = round(time_cost(config, changes), 2)
     size = changes.get("micro_batch_size", 0)
-    return _for_the_last(changes), cost, len(changes), -size
+    return _changes_of_the_learning(changes), cost, len(changes), -size
 
 
-def _for_the_last(changes: dict[str, Any]) -> tuple[bool, bool, bool]:
+def _changes_of_the_learning(changes: dict[str, Any]) -> tuple[bool, bool, bool]:
     """Return which changes of the learning are among some: they are tried in this order."""
     precision = changes.get("precision")
     has_short_weights = precision is not None and PRECISIONS[precision].weights != "float32"

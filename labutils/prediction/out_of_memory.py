@@ -12,10 +12,10 @@ from labutils.memory.device_memory import free_memory
 from labutils.memory.errors import GIB, readable_size
 from labutils.prediction.advise import named
 from labutils.prediction.arithmetic import n_parameters
-from labutils.prediction.fit import Plan, enough_alone, fit
+from labutils.prediction.fit import Plan, fit, single_changes_that_fit
 from labutils.prediction.memory import needed_gib, predict_memory
 
-WAYS = 3
+MAX_SUGGESTIONS = 3
 CPU = torch.device("cpu")
 
 
@@ -51,8 +51,8 @@ def plainest_step_bytes(config: Config) -> int:
     )
 
 
-def ways_out(config: Config, device: torch.device) -> str:
-    """Return the WAYS cheapest changes of which each makes a config run in what is free now.
+def suggest_changes(config: Config, device: torch.device) -> str:
+    """Return the MAX_SUGGESTIONS cheapest changes of which each makes a config run in what is free now.
 
     All is predicted. Where no single change is enough, the cheapest combination is named.
     """
@@ -61,7 +61,9 @@ def ways_out(config: Config, device: torch.device) -> str:
     limit_gib = config.memory_limit_gib if card.gpu else 0
     budget = min(card.memory_gib, limit_gib + context_gib) if limit_gib else card.memory_gib
     try:
-        plans = enough_alone(config, budget, card)[:WAYS] or [fit(config, budget, card)]
+        plans = single_changes_that_fit(config, budget, card)[:MAX_SUGGESTIONS] or [
+            fit(config, budget, card)
+        ]
     except Exception as error:  # a hint must not cost what it is a hint for
         reason = f"the ledger cannot tell: {type(error).__name__}"
         return f"Ways out: a smaller micro_batch_size or seq_len ({reason})"

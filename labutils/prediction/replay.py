@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, thinned
+from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, downsample_timeline
 from labutils.prediction.allocator import CachingAllocator
 from labutils.prediction.blocks import MIB, OutOfMemory, Settings, rounded
 from labutils.prediction.storage_log import BIRTH, DEATH, OPERATION, Event, Segment
@@ -159,7 +159,7 @@ def ledger(
         peak = alive[alive.sum(axis=1).argmax()]
         if peak.sum() > sum(found.get(phase, {}).values()):
             found[phase] = dict(zip(books.now, peak.tolist(), strict=True))
-    return MemoryLedger(phases=found, method=method, timeline=thinned(timeline))
+    return MemoryLedger(phases=found, method=method, timeline=downsample_timeline(timeline))
 
 
 class _Books:

@@ -16,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from labutils.config.cards import Gpu
-from labutils.memory.ledger import BORN_IN, CAST_WEIGHTS, PARAMETERS, TEMPORARIES, WORKSPACES
+from labutils.memory.ledger import (
+    CAST_WEIGHTS,
+    CATEGORY_OF_PHASE,
+    PARAMETERS,
+    TEMPORARIES,
+    WORKSPACES,
+)
 from labutils.prediction.cuda_rules import PRODUCTS, borrowed, outputs_in_order
 from labutils.techniques import optimizers
 
@@ -136,11 +142,11 @@ class StorageLog(TorchDispatchMode):
 
     def _category_of(self, operation: Any, args: tuple) -> str:
         """Return what a tensor is for that an operation makes in this phase."""
-        if self.phase not in BORN_IN:
+        if self.phase not in CATEGORY_OF_PHASE:
             return TEMPORARIES
         if operation is aten._to_copy.default and self._is_parameter(args[0]):
             return CAST_WEIGHTS
-        return BORN_IN[self.phase]
+        return CATEGORY_OF_PHASE[self.phase]
 
     def _borrow(self, operation: Any, args: tuple, name: str) -> None:
         """Note what the kernels of an operation request, and cuBLAS's workspaces, which stay."""

@@ -27,7 +27,7 @@ from labutils.memory.ledger import (
     TEMPORARIES,
     WORKSPACES,
 )
-from labutils.memory.tensors import optimizer_tensors, when_loss_begins
+from labutils.memory.tensors import on_loss_begin, optimizer_tensors
 from labutils.prediction.storage_log import BIRTH, DEATH, Event, Segment, Storage, StorageLog
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.step import take_step
@@ -124,7 +124,7 @@ def trace_step(
 
     if keep_outputs:
         handles.append(model.register_forward_hook(keep))
-    handles.append(when_loss_begins(model, lambda: log.begin("loss")))
+    handles.append(on_loss_begin(model, lambda: log.begin("loss")))
     for log.step in range(1 + keep_outputs):
         take_step(
             model,

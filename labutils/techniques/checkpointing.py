@@ -27,7 +27,7 @@ ATTENTION = [
 ]
 
 
-class Units(nn.ModuleList):
+class CheckpointedBlocks(nn.ModuleList):
     """GPT-2's blocks, run in units of one or several, as a policy says.
 
     Iterating gives callables that follow the policy. Names of parameters, indexing and len() are

@@ -26,7 +26,7 @@ def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFram
     """
     import pandas as pd
 
-    groups = grouped(records)
+    groups = group_by_experiment(records)
     if baseline not in groups:
         raise RecordError(f"no run is named {baseline!r}; there are: {', '.join(groups) or 'none'}")
     trained = [r for r in records if r.series.loss]
@@ -83,7 +83,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     return text.where(table.notna(), "–")
 
 
-def grouped(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+def group_by_experiment(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return {label: runs of one experiment}:
 
     The label is the name, with the id where two experiments share it.

@@ -24,7 +24,7 @@ from labutils.memory.device_memory import (
 )
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.measure import measure_step
-from labutils.prediction.out_of_memory import require_host_memory, ways_out
+from labutils.prediction.out_of_memory import require_host_memory, suggest_changes
 from labutils.techniques.schedule import learning_rate_at
 from labutils.training import distributed
 from labutils.training.loop import to_device, train
@@ -129,7 +129,7 @@ def _train_safely(
     if trained.outcome == "out_of_memory":
         # here: in the handler the traceback still keeps tensors alive
         with suppress(KeyboardInterrupt):  # while they are looked for: the record must be saved
-            reason = f"{reason}. {ways_out(config, device)}"
+            reason = f"{reason}. {suggest_changes(config, device)}"
     kept = ("name", "note", "config", "corpus", "repeat", "tokens_per_step", "steps_planned")
     facts = {key: getattr(planned, key) for key in kept}
     micro_batches = len(trained.series.loss) * run.config.grad_accum_steps

@@ -48,7 +48,7 @@ def build_model(
 
     Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch
     no network; positions beyond 1024 are allowed. `n_layer` builds another depth than the named
-    one, with random weights. `gradient_checkpointing` is a policy: see `checkpointing.Units`;
+    one, with random weights. `gradient_checkpointing` is a policy: see `checkpointing.CheckpointedBlocks`;
     `attention` a kernel: see `use_attention`.
     Raises ValueError for an unknown name, and WeightsUnavailable, within seconds, if pretrained
     weights cannot be had.
@@ -69,7 +69,9 @@ def build_model(
         built = _random(row, n_layer, seq_len, pad_vocab, switches)
     if policy.is_on:
         blocks = built.transformer.h
-        built.transformer.h = checkpointing.Units(blocks, policy.name, built.config.attn_pdrop)
+        built.transformer.h = checkpointing.CheckpointedBlocks(
+            blocks, policy.name, built.config.attn_pdrop
+        )
     use_attention(built, attention)
     return built.train()  # from_pretrained returns eval(), which switches dropout off silently
 
