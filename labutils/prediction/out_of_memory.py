@@ -52,7 +52,7 @@ def plainest_step_bytes(config: Config) -> int:
 
 
 def suggest_changes(config: Config, device: torch.device) -> str:
-    """Return the MAX_SUGGESTIONS cheapest changes of which each makes a config run in what is free now.
+    """Return the cheapest changes of which each makes a config run in what is free now.
 
     All is predicted. Where no single change is enough, the cheapest combination is named.
     """

@@ -48,8 +48,8 @@ def build_model(
 
     Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch
     no network; positions beyond 1024 are allowed. `n_layer` builds another depth than the named
-    one, with random weights. `gradient_checkpointing` is a policy: see `checkpointing.CheckpointedBlocks`;
-    `attention` a kernel: see `use_attention`.
+    one, with random weights. `gradient_checkpointing` is a policy: see
+    `CheckpointedBlocks`; `attention` a kernel: see `use_attention`.
     Raises ValueError for an unknown name, and WeightsUnavailable, within seconds, if pretrained
     weights cannot be had.
     """
