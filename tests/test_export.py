@@ -16,8 +16,9 @@ import labutils as lab
 from labutils.config.cards import PrecisionUnsupported
 from labutils.config.choices import OPTIMIZERS
 from labutils.config.reader import load_config
-from labutils.config.schema import ConfigError
+from labutils.config.schema import Config, ConfigError
 from labutils.techniques import optimizers
+from labutils.tools import exportable
 from labutils.tools.cli import main
 from labutils.tools.export import script
 from tests.helpers import CPU, REPO, fill_hub_cache, slow
@@ -366,3 +367,12 @@ def test_what_the_template_has_no_code_for_is_refused(monkeypatch):
     monkeypatch.setattr(lab.Config, "on", lambda self, device_type: self)
     with pytest.raises(ConfigError, match="no code for 'lion'"):
         script(config, "cpu")
+
+
+def test_a_key_that_the_template_does_not_know_is_refused(monkeypatch):
+    """A switch that came later must not be exported as its default."""
+    monkeypatch.setattr(exportable, "KEYS_WRITTEN", exportable.KEYS_WRITTEN - {"pad_vocab"})
+    monkeypatch.setattr(Config.model_fields["pad_vocab"], "default", False)
+    assert script(small("fp32", pad_vocab=False), "cpu")
+    with pytest.raises(ConfigError, match="`pad_vocab`: export does not write this key yet"):
+        script(small("fp32", pad_vocab=True), "cpu")

@@ -36,6 +36,7 @@ from labutils.machine import here
 from labutils.techniques import checkpointing, compiling, optimizers
 from labutils.techniques.loss import FP16_ENLARGED
 from labutils.techniques.optimizers import BLOCK, round_stochastically
+from labutils.tools.exportable import require_written
 from labutils.workload import data
 from labutils.workload.build import HELD_OUT_SEQUENCES, tokens_to_read
 from labutils.workload.gpt2 import vocab_size
@@ -78,7 +79,7 @@ def script(config: Config, device_type: str) -> str:
     is_here = device_type == "cpu" or torch.cuda.is_available()
     card = here.card(torch.device(device_type)) if is_here else CARDS["a100"]
     c = resolve(config, card, to_train=True).config
-    _require_written(c)
+    require_written(c)
     if c.corpus == "stdlib" and not data.topic_texts():
         raise ConfigError(
             f"{c.name}: `corpus`: this Python came without its reference (pydoc_data); name a text "
@@ -89,28 +90,6 @@ def script(config: Config, device_type: str) -> str:
     code = template.substitute(values | {"note": "", "about": "", "imports": ""})
     text = template.substitute(values, imports=_imports(code))
     return re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
-
-
-# What the template has code for. A new row trains here at once, and is exported once it is there.
-WRITTEN = {
-    "precision": ("fp32", "tf32", "fp16", "bf16", "pure_bf16"),
-    "optimizer": ("adamw", "adamw_bf16", "adamw_8bit", "sgd"),
-    "attention": ("eager", "sdpa", "math", "efficient", "flash", "auto"),
-    "activation": ("gelu_new", "gelu_tanh"),
-    "gradient_checkpointing": (
-        *("none", "block", "every_2", "every_3", "every_4", "selective", "offload"),
-    ),
-    "compile": ("off", "default", "reduce-overhead", "max-autotune"),
-    "lr_schedule": ("constant", "cosine"),
-}
-
-
-def _require_written(c: Config) -> None:
-    """Raise ConfigError for a value that the template would silently write as another."""
-    for key, values in WRITTEN.items():
-        if getattr(c, key) not in values:
-            message = f"export has no code for {getattr(c, key)!r}; it has for {', '.join(values)}"
-            raise ConfigError(f"{c.name}: `{key}`: {message}")
 
 
 def _facts(c: Config, device_type: str) -> dict[str, bool]:
