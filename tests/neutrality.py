@@ -137,7 +137,7 @@ def main(commit: str) -> int:
         then, now = before[text], after.get(text, {})
         for key in then:
             if then[key] != now.get(key):
-                print(f"  {key}: {str(then[key])[:300]}\n  now: {str(now.get(key))[:300]}")
+                print(f"  {key}: {str(then[key])[:3000]}\n  now: {str(now.get(key))[:3000]}")
     print(f"{len(before) - len(different)} of {len(before)} answers are equal to those of {commit}")
     return 1 if different else 0
 

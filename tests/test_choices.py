@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,3 +72,14 @@ def test_an_unknown_name_raises_in_every_table(table):
 def test_no_code_answers_for_a_name_that_has_no_row(ask):
     with pytest.raises((ValueError, lab.ConfigError)):
         ask()
+
+
+def test_a_row_without_code_is_not_trained_as_another(monkeypatch):
+    lion = replace(choices.OPTIMIZERS["sgd"], name="lion")
+    monkeypatch.setitem(choices.OPTIMIZERS, "lion", lion)
+    with pytest.raises(ValueError, match="'lion' has a row in `choices`, and no code"):
+        optimizer(optimizer="lion")
+    monkeypatch.setitem(choices.SCHEDULES, "linear", choices.Choice("linear"))
+    config = lab.load_config("fp32").model_copy(update={"lr_schedule": "linear"})
+    with pytest.raises(ValueError, match="'linear' has a row in `choices`, and no code"):
+        rate_of(9, config)

@@ -34,14 +34,17 @@ def build_optimizer(
     Weights decay in matrices only, not in biases and layer norms. `implementation` is of torch's
     own optimizers. Raises ValueError for an unknown `optimizer` or `implementation`.
     """
-    row = OPTIMIZERS[optimizer]
+    bits = OPTIMIZERS[optimizer].moment_bits
     how = IMPLEMENTATIONS[OPTIMIZER_IMPLEMENTATIONS[implementation].name]
     groups = decay_groups(model, weight_decay)
-    if not row.is_adamw:
-        return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM, **how)
-    if row.has_implementations:
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **how)
-    return LowBitAdamW(groups, lr=learning_rate, betas=BETAS, bits=row.moment_bits)
+    match optimizer:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM, **how)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **how)
+        case "adamw_bf16" | "adamw_8bit":
+            return LowBitAdamW(groups, lr=learning_rate, betas=BETAS, bits=bits)
+    raise ValueError(f"{optimizer!r} has a row in `choices`, and no code in `build_optimizer`")
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -17,10 +17,12 @@ def learning_rate_at(
     It rises linearly for `warmup_steps`, then stays (`constant`) or falls to a tenth of `highest`
     in the last of `steps` (`cosine`). Raises ValueError for an unknown schedule.
     """
-    falls = SCHEDULES[schedule].name == "cosine"
     if step < warmup_steps:
         return highest * (step + 1) / warmup_steps
-    if not falls:
-        return highest
-    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return highest * (LAST + (1 - LAST) * (1 + math.cos(math.pi * progress)) / 2)
+    match SCHEDULES[schedule].name:
+        case "constant":
+            return highest
+        case "cosine":
+            progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+            return highest * (LAST + (1 - LAST) * (1 + math.cos(math.pi * progress)) / 2)
+    raise ValueError(f"{schedule!r} has a row in `choices`, and no code in `learning_rate_at`")

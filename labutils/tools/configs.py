@@ -35,7 +35,7 @@ def main(folder: Path = CONFIGS_DIR) -> None:
 
 def commented(text: str, baseline: str) -> str:
     """Return a config's text with its comments as the rows have them."""
-    unmarked = values_of(baseline)
+    unmarked = values_of(with_missing_keys(baseline))
     if values_of(text).get("name") in PRECISIONS:
         for key in BETWEEN_PRECISIONS:
             del unmarked[key]
