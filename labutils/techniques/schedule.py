@@ -17,9 +17,10 @@ def learning_rate_at(
     It rises linearly for `warmup_steps`, then stays (`constant`) or falls to a tenth of `highest`
     in the last of `steps` (`cosine`). Raises ValueError for an unknown schedule.
     """
+    kind = SCHEDULES[schedule].name
     if step < warmup_steps:
         return highest * (step + 1) / warmup_steps
-    match SCHEDULES[schedule].name:
+    match kind:
         case "constant":
             return highest
         case "cosine":
