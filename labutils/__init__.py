@@ -1,6 +1,8 @@
 """labutils: what the four training-optimisation notebooks share.
 
-Attributes load on first use, so importing is free.
+Names load on first use, so importing is free. `__init__.pyi` tells editors where each one is
+defined; a test keeps the two alike. A name that says little by itself is reached through its
+module: `lab.allocator.Settings`.
 """
 
 from __future__ import annotations
@@ -16,50 +18,66 @@ __version__ = "0.1.0"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _MODULES = {
+    "allocator": "prediction.allocator",
+    "arithmetic": "prediction.arithmetic",
     "checks": "checks",
     "numerics": "techniques.float_formats",
     "plotting": "plotting",
     "precision": "techniques.precision",
-    "speed": "training.speed",
     "snapshot": "memory.snapshot",
+    "speed": "training.speed",
 }
-_MODULE_OF = {
-    **_MODULES,
-    **dict.fromkeys(("Config", "ConfigError"), "config.schema"),
-    **dict.fromkeys(("batches", "load_corpus", "padded_batches"), "workload.data"),
-    **dict.fromkeys(("build_model",), "workload.gpt2"),
-    **dict.fromkeys(("count_targets", "lm_loss_sum"), "techniques.loss"),
-    **dict.fromkeys(("autocast", "grad_scaler", "tf32"), "techniques.precision"),
-    **dict.fromkeys(("allocated_bytes", "free_memory"), "memory.device_memory"),
-    **dict.fromkeys(("needed_gib", "predict_memory", "predict_module"), "prediction.memory"),
-    **dict.fromkeys(
-        ("fitting", "largest_micro_batch", "shape_that_fits", "size_that_fits"), "prediction.sizes"
+_NAMES = {
+    "config.cards": ("CARDS", "CONTEXT_GIB"),
+    "config.choices": ("MODELS",),
+    "config.reader": ("load_config",),
+    "config.schema": ("Config", "ConfigError"),
+    "files": ("REFERENCE_DIR",),
+    "machine.here": ("card_of", "matmul_rate", "support"),
+    "memory.cpu_recorder": ("peak_allocated",),
+    "memory.device_memory": (
+        "allocated_bytes",
+        "cublas_bytes",
+        "expandable_segments",
+        "free_memory",
+        "memory_limit",
+        "without_expandable_segments",
     ),
-    **dict.fromkeys(("closed_form", "static_gib"), "prediction.arithmetic"),
-    **dict.fromkeys(("compare", "readable"), "training.compare"),
-    **dict.fromkeys(("find_runs", "load_record", "reference_runs"), "training.records"),
-    **dict.fromkeys(("evaluate", "train"), "training.loop"),
-    "run_experiment": "training.experiment",
-    "run_experiments": "training.experiments",
-    "choose_device": "machine.gpu",
-    "fit": "prediction.fit",
-    "flops_per_token": "training.speed",
-    "load_config": "config.reader",
-    **dict.fromkeys(("matmul_rate", "support"), "machine.here"),
-    "measure_step": "memory.measure",
-    "peak_allocated": "memory.cpu_recorder",
-    "setup": "session",
+    "memory.ledger": ("gib", "mib"),
+    "memory.measure": ("measure_step",),
+    "memory.tensors": ("flat_gradient", "saved_for_backward"),
+    "prediction.advise": ("advise",),
+    "prediction.arithmetic": ("closed_form", "n_parameters", "static_gib"),
+    "prediction.changes": ("time_cost",),
+    "prediction.fit": ("fit",),
+    "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory", "predict_module"),
+    "prediction.sizes": ("fitting", "largest_micro_batch", "shape_that_fits", "size_that_fits"),
+    "session": ("explain_in_notebooks", "setup"),
+    "techniques.loss": ("count_targets", "lm_loss_sum"),
+    "techniques.precision": ("autocast", "tf32"),
+    "techniques.schedule": ("learning_rate_at",),
+    "training.compare": ("compare", "readable"),
+    "training.experiment": ("run_experiment",),
+    "training.experiments": ("run_experiments",),
+    "training.loop": ("to_device", "train"),
+    "training.records": ("find_runs", "load_record", "reference_runs"),
+    "training.speed": ("flops_per_token",),
+    "workload.build": ("build",),
+    "workload.data": ("batches", "load_corpus", "padded_batches", "sequences"),
+    "workload.gpt2": ("build_model",),
 }
-__all__ = sorted(_MODULE_OF)
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted([*_MODULES, *_MODULE_OF])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(
-            f"module 'labutils' has no attribute {name!r}; it has: {', '.join(__all__)}"
-        )
-    module = importlib.import_module(f"labutils.{_MODULE_OF[name]}")
-    value = module if name in _MODULES else getattr(module, name)
+    if name in _MODULES:
+        value = importlib.import_module(f"labutils.{_MODULES[name]}")
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"labutils.{_MODULE_OF[name]}"), name)
+    else:
+        known = ", ".join(__all__)
+        raise AttributeError(f"module 'labutils' has no attribute {name!r}; it has: {known}")
     globals()[name] = value
     return value
 

@@ -436,7 +436,7 @@ def test_after_a_failed_cell_memory_is_back():
     before = torch.cuda.memory_allocated()
     loop = "while True: kept.append(torch.zeros(2**26, device='cuda'))"
     cell = f"import torch\ndef f():\n    kept = []\n    {loop}\nf()"
-    with lab.memory.memory_limit(before / 2**30 + 1, CUDA):
+    with lab.memory_limit(before / 2**30 + 1, CUDA):
         result = shell.run_cell(cell)
     assert isinstance(result.error_in_exec, torch.OutOfMemoryError)
     assert torch.cuda.memory_allocated() > before

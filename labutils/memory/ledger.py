@@ -8,9 +8,19 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 MIB = 2**20
-
+GIB = 2**30
 
 FROZEN = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+def mib(n_bytes: float) -> float:
+    """Return bytes in MiB, 1024² bytes each."""
+    return n_bytes / MIB
+
+
+def gib(n_bytes: float) -> float:
+    """Return bytes in GiB, 1024³ bytes each."""
+    return n_bytes / GIB
 
 
 class MemoryLedger(BaseModel):
@@ -49,6 +59,16 @@ class MemoryLedger(BaseModel):
     def peak_bytes(self) -> int:
         """Bytes allocated at the peak."""
         return sum(self.categories.values())
+
+    @property
+    def peak_mib(self) -> float:
+        """`peak_bytes` in MiB."""
+        return mib(self.peak_bytes)
+
+    @property
+    def peak_gib(self) -> float:
+        """`peak_bytes` in GiB."""
+        return gib(self.peak_bytes)
 
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"

@@ -1,8 +1,10 @@
-"""Which bytes tensors take, and where the loss begins."""
+"""Which bytes tensors take, what autograd keeps of them, and where the loss begins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -27,6 +29,44 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         for t in state.values()
         if isinstance(t, torch.Tensor)
     ]
+
+
+def flat_gradient(module: nn.Module) -> torch.Tensor:
+    """Return the gradients of all parameters one behind the other: `(n_parameters,)`, a copy.
+
+    Raises ValueError if a parameter has none.
+    """
+    parts = []
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            raise ValueError(f"{name} has no gradient: call backward() first")
+        parts.append(parameter.grad.flatten())
+    return torch.cat(parts)
+
+
+@contextmanager
+def saved_for_backward(
+    module: nn.Module, label: Callable[[torch.Tensor], Hashable] = lambda tensor: "kept"
+) -> Iterator[Counter]:
+    """Count the bytes that autograd keeps for the backward pass of what is computed inside.
+
+    Yields a Counter, `{label(tensor): bytes}`; its `total()` is the sum. Each storage counts once,
+    under the first tensor that is saved of it. Weights of `module` do not count: they stand
+    anyway. Keep the result of the forward pass until the block ends: if its graph is freed
+    earlier, another tensor can take the place of a counted one and is missed.
+    """
+    seen = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: Counter = Counter()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            kept[label(tensor)] += storage.nbytes()
+        return tensor.detach()  # the tensor itself would be held by its own graph, for ever
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
 
 
 def on_loss_begin(model: nn.Module, call: Callable[[], None]) -> RemovableHandle:

@@ -89,6 +89,15 @@ def load_corpus(
     return Corpus(np.concatenate(ids), tokenizer, digest.hexdigest()[:12])
 
 
+def sequences(length: int, min_tokens: int = 20_000) -> torch.Tensor:
+    """Return training sequences of the offline text: `(n, length)` int64 token ids, on the CPU.
+
+    The text has at least `min_tokens` tokens. Sequences that are held out are not among them.
+    """
+    train, _ = load_corpus(min_tokens=min_tokens).split(length)
+    return train
+
+
 def batches(
     blocks: torch.Tensor, micro_batch_size: int, seed: int
 ) -> Iterator[dict[str, torch.Tensor]]:

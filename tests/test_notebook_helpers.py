@@ -1,0 +1,95 @@
+"""The small helpers that notebooks use in place of a repeated phrase."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import labutils as lab
+from labutils.memory.ledger import MemoryLedger
+from tests.helpers import CPU, two_layers
+
+
+def test_a_ledger_tells_its_peak_in_three_units():
+    phases = {"forward": {"activations": 2**20}, "backward": {"gradients": 3 * 2**29}}
+    ledger = MemoryLedger(phases=phases, method="made up")
+    assert (ledger.peak_bytes, ledger.peak_mib, ledger.peak_gib) == (3 * 2**29, 1536, 1.5)
+    assert (lab.mib(2**19), lab.gib(2**31)) == (0.5, 2)
+
+
+def test_units_are_not_fields_of_a_saved_ledger():
+    ledger = MemoryLedger(phases={"forward": {"activations": 1}}, method="made up")
+    assert MemoryLedger.model_validate_json(ledger.model_dump_json()) == ledger
+
+
+def test_sequences_are_the_training_part_of_the_offline_text():
+    train, held_out = lab.load_corpus(min_tokens=20_000).split(16)
+    found = lab.sequences(16)
+    assert torch.equal(found, train)
+    assert found.dtype == torch.int64 and found.shape[1] == 16
+    assert not (found[:, None] == held_out[None, :3]).all(-1).any()
+    assert lab.sequences(16, min_tokens=600_000).numel() > found.numel()
+
+
+def test_a_batch_is_moved_with_all_its_tensors():
+    batch = {"x": torch.ones(2), "deep": {"y": torch.ones(1)}, "name": "kept as it is"}
+    moved = lab.to_device(batch, torch.device("meta"))
+    assert moved["x"].is_meta and moved["deep"]["y"].is_meta
+    assert moved["name"] == "kept as it is"
+    assert lab.to_device(batch["x"], CPU).device == CPU
+
+
+def test_a_flat_gradient_has_every_parameter_in_order():
+    net = two_layers()
+    net(torch.ones(3, 4)).sum().backward()
+    flat = lab.flat_gradient(net)
+    sizes = [parameter.numel() for parameter in net.parameters()]
+    assert flat.shape == (sum(sizes),)
+    for part, parameter in zip(flat.split(sizes), net.parameters(), strict=True):
+        assert torch.equal(part.view_as(parameter), parameter.grad)
+    net.zero_grad(set_to_none=False)
+    assert flat.norm() > 0  # a copy: what happens to .grad later does not reach it
+
+
+def test_a_missing_gradient_is_named():
+    net = two_layers()
+    net(torch.ones(3, 4)).sum().backward()
+    net[2].bias.grad = None
+    with pytest.raises(ValueError, match=r"2\.bias has no gradient"):
+        lab.flat_gradient(net)
+
+
+def test_bytes_kept_for_backward_are_those_of_a_count_by_hand():
+    net = two_layers()
+    x = torch.ones(3, 4)
+    with lab.saved_for_backward(net) as kept:
+        loss = net(x).sum()
+    # the first layer keeps its input, tanh its output, which is the second layer's input too
+    assert kept.total() == x.nbytes + 4 * 3 * 8
+    loss.backward()  # the graph still works
+    assert net[0].weight.grad is not None
+
+
+def test_views_of_one_storage_count_once_and_weights_not_at_all():
+    weight = nn.Linear(8, 8, bias=False)
+    x = torch.ones(4, 8, requires_grad=True)
+    with lab.saved_for_backward(weight) as kept:
+        output = weight(x).sum() + (x[:2] * x[2:]).sum() + weight(x.view(2, 2, 8)).sum()
+    assert kept.total() == x.nbytes
+    with lab.saved_for_backward(nn.Identity()) as kept:  # whose weights they are not
+        output = weight(x).sum()
+    assert kept.total() == x.nbytes + weight.weight.nbytes
+    assert output.requires_grad
+
+
+def test_what_is_kept_can_be_counted_by_kind():
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    mask = torch.zeros(3, 8, dtype=torch.bool)
+    x = torch.ones(3, 4)
+    with lab.saved_for_backward(net, lambda tensor: tensor.dtype) as kept:
+        output = net(x).masked_fill(mask, 0.0)
+    assert kept[torch.bool] == mask.nbytes
+    assert kept[torch.float32] == x.nbytes + output.nbytes  # ReLU keeps its output
+    assert kept[torch.int64] == 0  # a Counter: what is not there is 0
+    assert output.requires_grad
