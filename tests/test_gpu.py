@@ -189,7 +189,7 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
 )
 def test_the_allocators_rules_are_torchs(conf, cap_mib):
     """In a process of its own: some settings cannot be taken back."""
-    command = [sys.executable, "-m", "tests.allocator_story", str(cap_mib)]
+    command = [sys.executable, "-m", "tests.prediction.allocator_story", str(cap_mib)]
     environment = os.environ | {"PYTORCH_ALLOC_CONF": conf}
     answer = subprocess.run(
         command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -404,7 +404,7 @@ def test_a_real_snapshot_is_read_and_agrees_with_the_allocators_peak(tmp_path):
 
 @pytest.mark.parametrize("name", ["8 bits", "in backward", "everything"])
 def test_lean_optimizers_train_as_the_ledger_says(runs, name):
-    from tests.test_optimizers import CASES, LEAN
+    from tests.techniques.test_optimizers import CASES, LEAN
 
     config = lab.load_config("fp32", **(SMALL | {"tokens_per_step": 256}), **LEAN, **CASES[name])
     if not lab.support(config.precision, CUDA).ok:

@@ -12,7 +12,7 @@ import labutils as lab
 from labutils import plotting
 from labutils.memory.ledger import MemoryLedger
 from labutils.training.records import Series
-from tests.test_records import record
+from tests.training.test_records import record
 
 PARTS = {
     "parameters": 2**20,

@@ -1,7 +1,7 @@
 """Hold the allocator's rules against torch's: random requests and frees on a CUDA device, all bytes
 compared.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python -m tests.allocator_story CAP_MIB
+    PYTORCH_ALLOC_CONF=expandable_segments:True python -m tests.prediction.allocator_story CAP_MIB
 
 A test runs it in a process of its own. A cap of 0 is none.
 """

@@ -4,18 +4,19 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 
 import labutils as lab
+from labutils.config.choices import MODELS
 from labutils.tools.bench import arms, compare, process
 from labutils.tools.bench import main as bench
 from labutils.tools.bench.models import PlainGPT, hugging_face_model, initial_weights
 from labutils.tools.bench.record_snapshot import record_snapshot
 from labutils.tools.cli import main
-from labutils.workload.gpt2 import SIZES
 from tests.helpers import CPU, REPO
 
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
@@ -66,7 +67,8 @@ def test_arms_without_dropout_train_alike(config):
 
 
 def test_an_unpadded_model_gets_the_first_rows_of_the_padded_weights(config, monkeypatch):
-    monkeypatch.setitem(SIZES, "gpt2-nano", (4, 4, 128, 2040))
+    row = replace(MODELS["gpt2-nano"], vocabulary=2040)
+    monkeypatch.setitem(MODELS, "gpt2-nano", row)
     padded = initial_weights(config)["transformer.wte.weight"]
     assert len(padded) == 2048
     assert torch.equal(hugging_face_model(config, CPU).transformer.wte.weight, padded[:2040])

@@ -321,7 +321,7 @@ def test_pretrained_weights_give_the_same_losses(tmp_path):
     fill_hub_cache(tmp_path)
     code = (
         "import runpy, labutils as lab, labutils.workload.gpt2 as m; m.MODELS['gpt2'] = m.MODELS['gpt2-nano']\n"
-        "from labutils.tools.export import script; from pathlib import Path; from tests.test_export import small\n"
+        "from labutils.tools.export import script; from pathlib import Path; from tests.tools.test_export import small\n"
         "config = small('fp32', model='gpt2', weights='pretrained')\n"
         "record = lab.run_experiment(config, rerun=True, progress=False)\n"
         f"path = Path({str(tmp_path / 'train.py')!r}); path.write_text(script(config, 'cpu'))\n"
