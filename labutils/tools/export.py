@@ -117,7 +117,7 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
         "half": precision.is_16bit,
         "limited": device_type == "cuda" and c.memory_limit_gib > 0,
         "expandable": device_type == "cuda" and c.expandable_segments,
-        "kernel": ATTENTION[c.attention].kernel,
+        "kernel": bool(ATTENTION[c.attention].kernel),
         "attend": _attends(c),
         "chunks": c.loss_chunk_tokens > 0,
         "compiled": COMPILE_MODES[c.compile].is_on,
@@ -137,12 +137,9 @@ def _facts(c: Config, device_type: str) -> dict[str, bool]:
 
 
 def _attends(c: Config) -> bool:
-    """Return whether the script calls torch's attention itself; otherwise transformers does, in the
-    same way.
-    """
-    return ATTENTION[c.attention].kernel or (
-        c.attention == "auto" and COMPILE_MODES[c.compile].is_on
-    )
+    """Return whether the script calls torch's attention itself, and not through transformers."""
+    needs_no_mask = c.attention == "auto" and COMPILE_MODES[c.compile].is_on
+    return bool(ATTENTION[c.attention].kernel) or needs_no_mask
 
 
 def _values(c: Config, device_type: str) -> dict[str, object]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from labutils.config.reader import config_of
-from labutils.config.schema import Config
+from labutils.config.schema import Config, ConfigError
 from labutils.files import runs_dir, write_atomically
 from labutils.memory.errors import is_out_of_memory
 from labutils.training.records import RecordError, RunRecord, state_files
@@ -229,6 +229,8 @@ def _damaged(path: Path, error: Exception) -> Exception:
     """Return the error that says so; too little memory is another cause, and stays itself."""
     if is_out_of_memory(error):
         return error
+    if isinstance(error, ConfigError):
+        return RecordError(f"{path.name} cannot be continued: {error}")
     reason = (str(error).strip().splitlines() or [""])[0]
     cause = f"{type(error).__name__}: {reason[:100]}"
     return RecordError(f"{path.name} is damaged, or no saved state ({cause}); delete it")

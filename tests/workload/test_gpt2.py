@@ -394,7 +394,8 @@ def test_cached_pretrained_weights_load_in_training_mode(tmp_path):
     """The real loading code reads it."""
     saved = fill_hub_cache(tmp_path)
     code = (
-        "import sys, labutils as lab, labutils.workload.gpt2 as m; m.MODELS['gpt2'] = m.MODELS['gpt2-nano']\n"
+        "import sys, dataclasses, labutils as lab, labutils.workload.gpt2 as m\n"
+        "m.MODELS['gpt2'] = dataclasses.replace(m.MODELS['gpt2-nano'], name='gpt2')\n"
         "model = lab.build_model('gpt2', weights='pretrained', dropout=0.25)\n"
         "print(model.training, model.config.resid_pdrop, model.transformer.wpe.weight.sum().item())\n"
         "print(m.pretrained_tokenizer('gpt2').get_vocab_size())"
