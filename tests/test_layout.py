@@ -5,6 +5,7 @@ lines may be.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -201,3 +202,10 @@ def test_few_entries_in_the_package():
     assert len(entries) <= 19 and sum(p.is_dir() for p in entries) >= 8, sorted(
         p.name for p in entries
     )
+
+
+def test_the_readme_of_the_package_names_every_file():
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in FILES if path.name != "__init__.py"}
+    named = set(re.findall(r"[a-z_0-9]+\.py", text.partition("## Import rule")[0]))
+    assert named == names | {"__init__.py", "__main__.py"} - {"conftest.py"}
