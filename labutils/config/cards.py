@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from labutils.config.choices import PRECISIONS, Precision
+from labutils.config.choices import PRECISIONS, Precision, Rows
 
 # Assumed: what a process takes on the card before its first tensor, for driver and library code.
 CONTEXT_GIB = 0.5
@@ -118,9 +118,10 @@ class Card:
 
 CPU = Card("cpu", 0.0)
 # Memory as torch sees it, about. Multiprocessors and threads: NVIDIA's datasheets and CUDA guide.
-CARDS = {
-    "t4": Card("t4", 14.6, Gpu((7, 5), 40, 1024)),
-    "rtx4060": Card("rtx4060", 7.6, Gpu((8, 9), 24, 1536)),
-    "a100": Card("a100", 79.2, Gpu((8, 0), 108, 2048)),
-    "h200": Card("h200", 139.8, Gpu((9, 0), 132, 2048)),
-}
+CARDS = Rows(
+    "cards",
+    Card("t4", 14.6, Gpu((7, 5), 40, 1024)),
+    Card("rtx4060", 7.6, Gpu((8, 9), 24, 1536)),
+    Card("a100", 79.2, Gpu((8, 0), 108, 2048)),
+    Card("h200", 139.8, Gpu((9, 0), 132, 2048)),
+)

@@ -51,7 +51,7 @@ def card(device: torch.device) -> Card:
 def card_of(device: str | torch.device | Card) -> Card:
     """Return the card that is meant: one of CARDS by name, "this" GPU, or "cpu".
 
-    Raises KeyError for another name, RuntimeError for "this" without a CUDA GPU.
+    Raises ValueError for another name, RuntimeError for "this" without a CUDA GPU.
     """
     if isinstance(device, Card):
         return device

@@ -55,6 +55,7 @@ ASKED = {
     "activation": lambda: lab.build_model(activation="relu"),
     "compile": lambda: compiling.mode_and_arguments("fast", "cpu", False),
     "schedule": lambda: rate_of(0, lab.load_config("fp32").model_copy(update={"lr_schedule": "x"})),
+    "card": lambda: lab.predict_memory(lab.load_config("fp32"), "rtx9000"),
     "ledger": lambda: lab.predict_memory(
         lab.load_config("fp32").model_copy(update={"precision": "fp8"})
     ),
