@@ -72,6 +72,17 @@ def n_parameters(model: str, seq_len: int = 1024, pad_vocab: bool = False) -> in
     return blocks + embeddings + 2 * row.width
 
 
+def least_bytes(config: Config) -> int:
+    """Return bytes below which no step of a config goes: what is alive at the optimizer's step.
+
+    Weights and optimizer state, and all gradients, if they are not freed one by one.
+    """
+    n = n_parameters(config.model, config.seq_len, config.pad_vocab)
+    wide, _ = _bytes_per_number(config)
+    gradients = 0 if config.optimizer_in_backward else wide * n
+    return wide * n + gradients + _standing_bytes(config)[OPTIMIZER]
+
+
 def arithmetic_of(precision: str) -> str:
     """Return which column of KEPT_PER_BLOCK a precision is in."""
     row = PRECISIONS[precision]

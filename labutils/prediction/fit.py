@@ -14,6 +14,7 @@ from labutils.config.resolve import resolve
 from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.memory.ledger import MemoryLedger
+from labutils.prediction.arithmetic import least_bytes
 from labutils.prediction.changes import NO_COST_CHANGES, combinations, costs, time_cost
 from labutils.prediction.memory import BatchSizes, CpuPrediction, Prediction
 
@@ -62,6 +63,8 @@ def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "
         return as_it_is
     candidates = plans.candidates()
     for changes in candidates:
+        if plans.is_hopeless(changes, budget_gib):
+            continue  # not worth a trace
         if plans.smallest_like(changes).fits(budget_gib):
             found = plans.of(changes)
             if found.fits(budget_gib):
@@ -84,7 +87,7 @@ def single_changes_that_fit(
     found: dict[tuple[str, ...], Plan] = {}
     for changes in plans.candidates():
         alone = tuple(key for key in changes if key not in NO_COST_CHANGES)
-        if len(alone) < 2 and alone not in found:
+        if len(alone) < 2 and alone not in found and not plans.is_hopeless(changes, budget_gib):
             plan = plans.of(changes)
             if plan.fits(budget_gib):
                 found[alone] = plan
@@ -111,6 +114,10 @@ class Plans:
         prediction = self.by_other_changes[key].at(size)
         cost = time_cost(self.config, changes)
         return Plan(changes, costs(self.config, changes), cost, prediction)
+
+    def is_hopeless(self, changes: dict[str, Any], budget_gib: float) -> bool:
+        """Whether the bytes per parameter alone are more than the budget."""
+        return least_bytes(self.config.model_copy(update=changes)) > budget_gib * 2**30
 
     def candidates(self) -> list[dict[str, Any]]:
         """Return every combination of changes, best first."""

@@ -5,7 +5,13 @@ import torch
 
 import labutils as lab
 from labutils.config.choices import MODELS
-from labutils.prediction.arithmetic import MODEL_PARAMETERS, closed_form, n_parameters, static_gib
+from labutils.prediction.arithmetic import (
+    MODEL_PARAMETERS,
+    closed_form,
+    least_bytes,
+    n_parameters,
+    static_gib,
+)
 from labutils.prediction.memory import predict_memory
 from tests.helpers import slow
 
@@ -63,3 +69,21 @@ def test_what_the_saying_gets_wrong():
     assert static_gib(
         MODEL_PARAMETERS["70B"], "QLoRA: frozen 4-bit weights alone"
     ) * 2**30 / 1e9 == pytest.approx(35.6, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "bf16"},
+        {"precision": "pure_bf16"},
+        {"optimizer": "adamw_8bit"},
+        {"optimizer": "sgd"},
+        {"optimizer": "adamw_8bit", "optimizer_in_backward": True, "max_grad_norm": 0.0},
+    ],
+)
+def test_no_step_is_predicted_to_take_less_than_the_least(changes):
+    shape = {"seq_len": 64, "micro_batch_size": 1, "tokens_per_step": 64}
+    config = lab.load_config("fp32", **shape | changes, gradient_checkpointing="block")
+    ledger = predict_memory(config, "a100")
+    assert 0.6 * ledger.peak_bytes < least_bytes(config) < ledger.peak_bytes
