@@ -17,10 +17,7 @@ REFERENCE_DIR = Path(__file__).resolve().parent / "reference"
 
 
 def runs_dir() -> Path:
-    """Return the folder of generated files:
-
-    `runs/` beside the notebooks, or what LABUTILS_RUNS names.
-    """
+    """Return the folder of generated files: `runs/` beside the notebooks, or LABUTILS_RUNS."""
     return Path(os.environ.get("LABUTILS_RUNS") or REPO_DIR / "runs").expanduser().resolve()
 
 

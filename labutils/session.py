@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -18,9 +18,6 @@ from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.prediction.out_of_memory import suggest_changes
 from labutils.techniques import compiling
-
-if TYPE_CHECKING:
-    pass
 
 
 def setup() -> torch.device:

@@ -76,6 +76,11 @@ class Card:
         return "cuda" if self.gpu else "cpu"
 
     @property
+    def place(self) -> str:
+        """Where that is, in messages: "here", or on a card by its name."""
+        return "here" if self.is_here else f"on {self.name}"
+
+    @property
     def has_bf16(self) -> bool:
         """Whether BF16 runs without emulation. Every CPU runs it, fast or slowly."""
         return self.gpu is None or self.gpu.has_bf16
@@ -89,8 +94,8 @@ class Card:
         """Return `support(precision)`, or raise PrecisionUnsupported with the way out."""
         answer = self.support(precision)
         if not answer.ok:
-            place = "here" if self.is_here else f"on {self.name}"
-            raise PrecisionUnsupported(f"precision {precision} cannot run {place}: {answer.reason}")
+            message = f"precision {precision} cannot run {self.place}: {answer.reason}"
+            raise PrecisionUnsupported(message)
         return answer
 
     def _on_a_gpu(self, row: Precision) -> Support:

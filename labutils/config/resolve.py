@@ -42,7 +42,7 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
     needed = ATTENTION[resolved.attention].since
     if card.gpu and card.gpu.capability < needed:
         kind = resolved.attention
-        message = f"{kind} attention needs Ampere or later, not {card.name}; use auto"
+        message = f"{kind} attention cannot run {card.place}: it needs Ampere or later; use auto"
         raise PrecisionUnsupported(message)
     steps = fewer_steps(resolved.steps) if support.slow else resolved.steps
     return Run(resolved, card, steps, support.reason)

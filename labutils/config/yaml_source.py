@@ -65,9 +65,8 @@ class Source:
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.marks: dict[
-            tuple[str, ...], tuple[yaml.Mark, yaml.Mark]
-        ] = {}  # of each key, and of its value
+        # of each key, and of its value
+        self.marks: dict[tuple[str, ...], tuple[yaml.Mark, yaml.Mark]] = {}
         self.errors: dict[tuple[str, str], tuple[int, int, str]] = {}
 
     def add(self, mark: yaml.Mark | None, message: str, key: str = "") -> None:
@@ -123,9 +122,8 @@ _YAML_HELP = {
 def _compose(raw: bytes, source: Source) -> yaml.Node | None:
     try:
         text = raw.decode("utf-8-sig")
-        if (
-            text.count("[") + text.count("{") > MAX_BRACKETS
-        ):  # PyYAML takes a square of their number
+        # PyYAML takes a square of their number
+        if text.count("[") + text.count("{") > MAX_BRACKETS:
             source.add(None, "has hundreds of brackets; a config is lines of `key: value`")
             return None
         documents = list(yaml.compose_all(text, Loader))

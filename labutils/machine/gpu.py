@@ -37,6 +37,11 @@ class GpuFacts:
     hidden: bool = False  # CUDA_VISIBLE_DEVICES is set to nothing: the reader's choice
     free_gib: float | None = None  # for this process: free, or held by it
 
+    @property
+    def card(self) -> str:
+        """The first card's name."""
+        return self.cards[0] if self.cards else "The GPU"
+
 
 def gpu_facts() -> GpuFacts:
     """Ask the driver (nvidia-smi) and torch.
@@ -113,9 +118,8 @@ def diagnose(facts: GpuFacts) -> str | None:
     if "driver" in facts.init_error and "old" in facts.init_error:
         return (
             f"{card} is present, but its driver is too old for torch's CUDA {facts.torch_cuda}. "
-            "Fix: update the "
-            "NVIDIA driver (nvidia.com/drivers), or install a torch built for an older CUDA "
-            "(pytorch.org)"
+            "Fix: update the NVIDIA driver (nvidia.com/drivers), or install a torch built for an "
+            "older CUDA (pytorch.org)"
         )
     reason = facts.init_error or "no reason given"
     return f"{card} is present, but torch cannot start CUDA: {reason}. Try: nvidia-smi"
@@ -125,10 +129,9 @@ def _too_full(facts: GpuFacts) -> str | None:
     if facts.free_gib is None or facts.free_gib >= SMALLEST_GIB:
         return None
     return (
-        f"{facts.cards[0] if facts.cards else 'The GPU'} has {facts.free_gib:.1f} GiB free; the "
-        "smallest GPT-2 run of "
-        f"the course takes {SMALLEST_GIB:g}. Fix: close what holds the rest (nvidia-smi lists "
-        "it), restart this kernel"
+        f"{facts.card} has {facts.free_gib:.1f} GiB free; the smallest GPT-2 run of the course "
+        f"takes {SMALLEST_GIB:g}. Fix: close what holds the rest (nvidia-smi lists it), restart "
+        "this kernel"
     )
 
 
@@ -136,9 +139,8 @@ def _unsupported_architecture(facts: GpuFacts) -> str | None:
     """A card runs machine code of its own major version up to its minor one, or later-compiled PTX
     of any older one.
     """
-    if any(
-        arch.startswith("gfx") for arch in facts.arch_list
-    ):  # AMD, under ROCm: torch checks for itself
+    # AMD, under ROCm: torch checks for itself
+    if any(arch.startswith("gfx") for arch in facts.arch_list):
         return None
     major, minor = facts.capability
     binaries = [_arch(a) for a in facts.arch_list if a.startswith("sm_")]
@@ -148,11 +150,9 @@ def _unsupported_architecture(facts: GpuFacts) -> str | None:
     ):
         return None
     return (
-        f"{facts.cards[0] if facts.cards else 'The GPU'} has compute capability {major}.{minor}; "
-        "this torch has code "
-        f"for {', '.join(facts.arch_list)} only. Fix: install a torch that supports the card "
-        "(pytorch.org), "
-        "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        f"{facts.card} has compute capability {major}.{minor}; this torch has code for "
+        f"{', '.join(facts.arch_list)} only. Fix: install a torch that supports the card "
+        "(pytorch.org), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
     )
 
 

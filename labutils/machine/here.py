@@ -92,10 +92,7 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return what a record says about the machine:
-
-    Device, driver and library versions, all as text.
-    """
+    """Return what a record says about the machine: device, driver and versions, all as text."""
     facts = {
         "device": device_name(device),
         "device_type": device.type,

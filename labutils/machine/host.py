@@ -45,18 +45,14 @@ def _numbers(*files: Path) -> tuple[int, int]:
 
 
 def usable_cpus() -> int:
-    """Return how many CPUs this process may use:
-
-    Of its affinity, and of its control groups' quota.
-    """
+    """Return how many CPUs this process may use, by its affinity and its control groups' quota."""
     found = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     for folder, is_v1 in _cgroup_folders("cpu"):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
-        with suppress(
-            OSError, ValueError
-        ):  # unreadable, or not as the kernel documents it: no limit that we know of
+        # unreadable, or not as the kernel documents it: no limit that we know of
+        with suppress(OSError, ValueError):
             quota, period = _numbers(*(folder / name for name in names))
             found = min(found, math.ceil(quota / period))
     return max(1, found)

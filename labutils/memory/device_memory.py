@@ -138,10 +138,7 @@ def expandable_segments(on: bool, device: torch.device) -> Iterator[None]:
 
 
 def cublas_bytes() -> int:
-    """Return what cuBLAS's workspaces hold on this GPU:
-
-    They are let go, and made again by a product in each thread.
-    """
+    """Return the bytes of cuBLAS's workspaces on this GPU, which are made anew to be counted."""
     torch._C._cuda_clearCublasWorkspaces()
     one = torch.ones(1, 1, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()
@@ -174,9 +171,8 @@ def allocated_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     gc.collect()
-    plain = (
-        o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)
-    )  # no compiler's fakes
+    # no compiler's fakes
+    plain = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
     return tensor_bytes(
         [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
     )

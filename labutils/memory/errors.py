@@ -6,7 +6,8 @@ import re
 
 import torch
 
-GIB = 2**30
+from labutils.memory.ledger import GIB, MIB
+
 WORDS = (
     "can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -27,10 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def short_message(error: BaseException) -> str:
-    """Return what an error says in short:
-
-    What was asked for, and what was free if it tells; else its first line.
-    """
+    """Return what was asked for, and what was free if the error tells; else its first line."""
     text = str(error)
     asked = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text)
     free = re.search(r"([\d.]+ \w+ allowed);", text) or re.search(
@@ -43,4 +41,4 @@ def short_message(error: BaseException) -> str:
 
 
 def readable_size(n_bytes: float) -> str:
-    return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:.0f} MiB"
+    return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"

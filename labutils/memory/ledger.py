@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict
 
 MIB = 2**20
 GIB = 2**30
-
 FROZEN = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
@@ -24,26 +23,20 @@ def gib(n_bytes: float) -> float:
 
 
 class MemoryLedger(BaseModel):
-    """Bytes of one optimizer step, measured or predicted:
-
-    For each phase, by category at the instant of its peak.
-    """
+    """Bytes of one optimizer step, measured or predicted: by category, at each phase's peak."""
 
     model_config = FROZEN
 
     phases: dict[str, dict[str, int]]
     method: str
-    reserved_bytes: int | None = (
-        None  # CUDA: what the caching allocator holds, more than is allocated
-    )
+    # CUDA: what the caching allocator holds, more than is allocated
+    reserved_bytes: int | None = None
     reserved_expandable_bytes: int | None = None  # the same with expandable segments, predicted
-    needed_bytes: int | None = (
-        None  # of the smallest card on which it completes, context included, predicted
-    )
+    # of the smallest card on which it completes, context included, predicted
+    needed_bytes: int | None = None
     needed_expandable_bytes: int | None = None  # the same with expandable segments
-    timeline: list[
-        tuple[str, list[list[int]]]
-    ] = []  # (phase, [[position, bytes by category, …], …]) in order
+    # (phase, [[position, bytes by category, …], …]) in order
+    timeline: list[tuple[str, list[list[int]]]] = []
 
     @property
     def peak_phase(self) -> str:
@@ -81,10 +74,11 @@ ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = (
     "temporaries",
 )
 KEPT_AND_TEMPORARY = "activations and temporaries"
+# on CUDA: what cuBLAS keeps; what blocks are too large
 WORKSPACES, ROUNDING = (
     "library workspaces",
     "rounding up",
-)  # on CUDA: what cuBLAS keeps; what blocks are too large
+)
 CATEGORY_OF_PHASE = {"forward": ACTIVATIONS, "loss": LOGITS}
 TIMELINE_POINTS = 400
 

@@ -19,10 +19,7 @@ def tensor_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors an optimizer keeps from step to step:
-
-    For Adam, two moments per parameter.
-    """
+    """Return the tensors that an optimizer keeps. For Adam: two moments per parameter."""
     return [
         t
         for state in optimizer.state.values()

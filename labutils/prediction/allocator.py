@@ -103,9 +103,8 @@ class CachingAllocator:
             ):
                 at += 1
         block = pool.free[at][2]
-        longest = (
-            self.settings.max_split_size_bytes
-        )  # longer blocks are never split, so small requests avoid them
+        # longer blocks are never split, so small requests avoid them
+        longest = self.settings.max_split_size_bytes
         if (size < longest <= block.size) or (
             size >= longest and block.size >= size + LARGE_SEGMENT
         ):
@@ -132,9 +131,8 @@ class CachingAllocator:
         return block
 
     def _new_block(self, pool: Pool, size: int, segment: int) -> Block | None:
-        if (
-            self.reserved + segment > self.cap_bytes
-        ):  # asked once: a segment that grows may exceed the cap by a piece
+        # asked once: a segment that grows may exceed the cap by a piece
+        if self.reserved + segment > self.cap_bytes:
             return None
         if self.settings.expandable_segments:
             return self._grow(pool, size)

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MIB = 2**20
+from labutils.memory.ledger import MIB
+
 SMALLEST_BLOCK = 512  # kMinBlockSize: every request is rounded up to a multiple of it
 SMALL_REQUEST = MIB  # kSmallSize: requests up to this size share the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: what the small pool asks the driver for
@@ -18,10 +19,7 @@ ADDRESSES = LARGE_SEGMENT * 2**24  # that an expandable segment can grow into: t
 
 
 class OutOfMemory(Exception):
-    """The driver has no more:
-
-    `asked` bytes were requested, the segment for them is `segment` bytes.
-    """
+    """The driver has no more. `asked` bytes were requested; the segment for them has `segment`."""
 
     def __init__(self, asked: int, segment: int) -> None:
         super().__init__(f"asked for {asked} bytes, in a segment of {segment}")

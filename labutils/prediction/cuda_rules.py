@@ -78,9 +78,8 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         return call
 
     def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        return (
-            torch.native_dropout(x, p, True)[0] if train and p > 0 else x
-        )  # keeps one byte per element
+        # keeps one byte per element
+        return torch.native_dropout(x, p, True)[0] if train and p > 0 else x
 
     def attention(q, k, v, mask=None, p=0.0, causal=False, *, scale=None, enable_gqa=False):
         allowed = torch.backends.cuda  # what torch.nn.attention.sdpa_kernel switches, on a CPU too
@@ -97,9 +96,8 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         )[0]
 
     def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        stays = isinstance(
-            tensor, nn.Parameter
-        )  # anything else leaves the device, and comes back as a new allocation
+        # anything else leaves the device, and comes back as a new allocation
+        stays = isinstance(tensor, nn.Parameter)
         return (lambda: tensor) if stays else partial(torch.empty, tensor.shape, dtype=tensor.dtype)
 
     real_on_host = checkpointing.on_host
@@ -129,16 +127,14 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 # indices: with more of them the gradient of an embedding is summed after a sort (Embedding.cu)
 SORTED_FROM = 3072
 ROWS_PER_THREAD = 10  # NROWS_PER_THREAD in EmbeddingBackwardKernel.cu
-FLASH_ROWS = (
-    128  # flash attention pads queries to a multiple of this in its backward pass (flash_api.cpp)
-)
+# flash attention pads queries to a multiple of this in its backward pass (flash_api.cpp)
+FLASH_ROWS = 128
 
 
 def outputs_in_order(operation: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return an operation's results in the order in which its CUDA kernel asks for them."""
-    return (
-        tensors[::-1] if operation is aten.native_dropout.default else tensors
-    )  # the mask comes first
+    # the mask comes first
+    return tensors[::-1] if operation is aten.native_dropout.default else tensors
 
 
 def borrowed(
@@ -160,9 +156,8 @@ def borrowed(
     if operation is aten._scaled_dot_product_efficient_attention_backward.default:
         shape = tuple(args[1].shape)
         return [(_float32_product, shape), (_efficient_workspace, shape)]
-    if (
-        operation is aten._softmax_backward_data.default
-    ):  # gradient times result, before the sums over rows (SoftMax.cu)
+    # gradient times result, before the sums over rows (SoftMax.cu)
+    if operation is aten._softmax_backward_data.default:
         return [
             (
                 partial(_elements, torch.promote_types(args[0].dtype, args[1].dtype).itemsize),

@@ -22,17 +22,13 @@ class CannotExtrapolate(ValueError):
     """
 
 
-Place = tuple[
-    int, int
-]  # of an event: the segment's number (-1: what stands), and the event's in it
+# of an event: the segment's number (-1: what stands), and the event's in it
+Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How a segment of the low and of the high trace lie beside each other:
-
-    Equal but for `unit` events at `cut`.
-    """
+    """Two segments, of the low and the high trace: equal but for `unit` events at `cut`."""
 
     cut: int
     unit: int
@@ -138,9 +134,8 @@ class _Makers:
         target, at = self.high[number, i]
         there = self.alignments[target]
         if copy < 0:
-            if (target, at) == self.low[
-                number, self.alignments[number].low(i)
-            ]:  # counted from the beginning
+            # counted from the beginning
+            if (target, at) == self.low[number, self.alignments[number].low(i)]:
                 return target, at
             return target, there.moved(at, self.copies)  # from the end
         steps = self._steps(number, i)

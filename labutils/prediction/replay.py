@@ -28,10 +28,7 @@ Request = tuple[int, int]  # number of the storage, bytes; 0 bytes give it back
 
 
 def segments_of(trace: Trace, step: int, n_micro_batches: int) -> list[Segment]:
-    """Return a step's segments in order:
-
-    Of more micro-batches than were traced, all later ones are like the last.
-    """
+    """Return a step's segments in order. Micro-batches beyond those traced are like the last."""
     segments = trace.step(step)
     last = max(segment.micro_batch or 0 for segment in segments)
     repeated = [segment for segment in segments if segment.micro_batch == last]

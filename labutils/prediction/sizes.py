@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +31,8 @@ def largest_micro_batch(
     run = resolve(config, here.card_of(device))
     alone = {"micro_batch_size": 1, "tokens_per_step": run.config.seq_len}
     step = run.config.model_copy(update=alone)
-    sizes = _batch_sizes(step.model_dump_json(), run.card.name, run.card.gpu)
+    # what is free changes, the traces do not
+    sizes = _batch_sizes(step.model_dump_json(), replace(run.card, memory_gib=0.0))
     low, high = 0, 1
     while high <= limit and sizes.at(high).fits(budget_gib):
         low, high = high, 2 * high
@@ -45,9 +47,8 @@ def largest_micro_batch(
 
 
 @lru_cache(maxsize=4)
-def _batch_sizes(config_json: str, card_name: str, gpu: Any) -> BatchSizes:
+def _batch_sizes(config_json: str, card: Card) -> BatchSizes:
     """Return the predictions for a resolved config. The next budget finds their traces."""
-    card = Card(card_name, 0.0, gpu, is_here=card_name == here.THIS)
     return BatchSizes(Config.model_validate_json(config_json), card)
 
 

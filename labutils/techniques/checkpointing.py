@@ -1,7 +1,4 @@
-"""What autograd keeps of GPT-2's blocks between forward and backward:
-
-Everything, some of it, or next to nothing.
-"""
+"""What autograd keeps of GPT-2's blocks: everything, some of it, or next to nothing."""
 
 from __future__ import annotations
 

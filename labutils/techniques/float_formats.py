@@ -40,10 +40,7 @@ class FloatFormat:
 
     @property
     def min_subnormal(self) -> float:
-        """The smallest positive number; half of it, and anything smaller, rounds to zero:
-
-        Underflow.
-        """
+        """The smallest positive number. Half of it and less rounds to zero: underflow."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
     @property
@@ -65,10 +62,7 @@ FORMATS = (FP32, TF32, BF16, FP16)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """Return `value` as it is stored in `dtype`:
-
-    Rounded to nearest even, inf beyond the range, zero below it.
-    """
+    """Return a value as `dtype` stores it: to nearest even, inf beyond the range, 0 below it."""
     return torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64).item()
 
 

@@ -26,9 +26,8 @@ def lm_loss_sum(
     a time: see `ChunkedLoss`.
     """
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch.get("attention_mask")}
-    targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[
-        :, 1:
-    ].flatten()  # (B·T,); the last position has none
+    # (B·T,); the last position has none
+    targets = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()
     if not chunk_tokens:
         return _loss_of_logits(model(**inputs).logits.flatten(0, 1), targets)
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)  # (B·T, width)
@@ -102,8 +101,5 @@ def _loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 def count_targets(batch: dict[str, torch.Tensor]) -> int:
-    """Return the number of shifted target tokens in a `(B, T)` batch:
-
-    What `lm_loss_sum` sums over.
-    """
+    """Return the number of targets in a `(B, T)` batch: what `lm_loss_sum` sums over."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())

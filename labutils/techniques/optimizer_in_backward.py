@@ -11,10 +11,7 @@ from torch import nn
 
 
 def make_state(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Let an optimizer make its state before the first step:
-
-    Ours directly, torch's by a step on gradients of zero.
-    """
+    """Let an optimizer make its state: ours directly, torch's by a step on gradients of zero."""
     if hasattr(optimizer, "make_state"):
         optimizer.make_state()
         return

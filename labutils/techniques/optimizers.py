@@ -59,10 +59,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 BLOCK = 256  # numbers that share one scale
+# codes of a moment: dtype, largest, square roots taken
 FIRST_MOMENT, SECOND_MOMENT = (
     (torch.int8, 127, 1),
     (torch.uint8, 255, 2),
-)  # codes of a moment: dtype, largest, square roots taken
+)
 
 
 def round_stochastically(x: torch.Tensor) -> torch.Tensor:
@@ -182,10 +183,11 @@ class LowBitAdamW(torch.optim.Optimizer):
         first, second = (
             (FIRST_MOMENT[0], SECOND_MOMENT[0]) if bits == 8 else (torch.bfloat16, torch.bfloat16)
         )
+        # the last block may be longer than it need be
         shape, state = (
             (-(-p.numel() // BLOCK), BLOCK),
             self.state[p],
-        )  # the last block may be longer than it need be
+        )
         state |= {"step": 0, "exp_avg": torch.zeros(shape, dtype=first, device=p.device)}
         state["exp_avg_sq"] = torch.zeros(shape, dtype=second, device=p.device)
         if bits == 8:

@@ -143,10 +143,7 @@ def _attends(c: Config) -> bool:
 
 
 def _values(c: Config, device_type: str) -> dict[str, object]:
-    """Return what the `$names` of `script.txt` stand for:
-
-    The config's values, and what follows from them.
-    """
+    """Return what the `$names` of `script.txt` stand for: values, and what follows from them."""
     n_entries, eager = vocab_size(c.model), not COMPILE_MODES[c.compile].is_on
     how = ", ".join(
         f"{key}={value}" for key, value in optimizers.IMPLEMENTATIONS[c.optimizer_impl].items()
@@ -221,11 +218,12 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
 
 def _keep(text: str, facts: Mapping[str, bool]) -> str:
     """Return the lines of `text` whose tags hold, without the tags."""
+    # the last: indents of the dropped lines that opened a block
     kept, section, moved_out = (
         [],
         True,
         [],
-    )  # the last: indents of the dropped lines that opened a block
+    )
     for tagged in text.splitlines():
         line, tag, words = (part.rstrip() for part in tagged.partition("#?"))
         holds = all(facts[word.removeprefix("!")] != word.startswith("!") for word in words.split())

@@ -56,18 +56,14 @@ def compare(records: Sequence[RunRecord], baseline: str = "fp32") -> pd.DataFram
         )
     table = pd.DataFrame(rows).set_index("run")
     if "steps" in table:
-        table["steps"] = [
-            len(runs[0].series.loss) or None for runs in groups.values()
-        ]  # run, not planned
+        # run, not planned
+        table["steps"] = [len(runs[0].series.loss) or None for runs in groups.values()]
     table.attrs["notes"] = _notes(trained, tokens)
     return table
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table of `compare` as short texts:
-
-    Rounded, and – where a run has no such value.
-    """
+    """Return the table of `compare` as rounded texts, and – where a run has no such value."""
     digits = {
         "steps": 0,
         "step_ms": 1,
@@ -84,10 +80,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def group_by_experiment(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Return {label: runs of one experiment}:
-
-    The label is the name, with the id where two experiments share it.
-    """
+    """Return {label: runs of one experiment}. Experiments of one name have the id in the label."""
     experiments: dict[str, list[RunRecord]] = {}
     for record in records:
         experiments.setdefault(record.experiment, []).append(record)
@@ -99,10 +92,7 @@ def group_by_experiment(records: Sequence[RunRecord]) -> dict[str, list[RunRecor
 
 
 def _time(runs: list[RunRecord]) -> tuple[float | None, float]:
-    """Return (median step in ms, relative spread):
-
-    The larger of the repeats' range and of a median's notch.
-    """
+    """Return (median step in ms, relative spread): repeats' range or median's notch, if larger."""
     timings = [r.timing for r in runs if r.timing]
     if not timings:
         return None, 0.0

@@ -1,7 +1,4 @@
-"""One run = one JSON file in `runs/`:
-
-Written whole or not at all, never overwritten, found again, compared.
-"""
+"""One run is one JSON file in `runs/`: written whole, never overwritten, found again."""
 
 from __future__ import annotations
 
@@ -86,10 +83,7 @@ class RunRecord(BaseModel):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What can change a run's results:
-
-        Of its config, the device and the versions; its text and code, hashed.
-        """
+        """What can change a run's results: config, device, versions, text and code."""
         config = {k: v for k, v in self.config.items() if k not in ("note", "save_every")}
         versions = {
             k: v
@@ -170,10 +164,7 @@ def _record_files() -> list[Path]:
 
 
 def state_files(name: str | None = None) -> list[Path]:
-    """Return the states in runs/ that unfinished runs (of a name) have left, sorted:
-
-    See `resume.Saver`.
-    """
+    """Return the states, sorted, that unfinished runs (of a name) have left: see `Saver`."""
     files = (p for p in runs_dir().glob("*.state") if p.is_file())
     return sorted(p for p in files if name in (None, p.stem.rsplit("-", 5)[0]))
 

@@ -17,8 +17,6 @@ from labutils.techniques.precision import products_dtype, tf32
 from labutils.training import distributed
 from labutils.training.records import Timing
 
-# Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name. FP32 runs outside
-# the tensor cores.
 # Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name: of float32 (outside
 # the tensor cores), TF32, float16 and bfloat16 products.
 DATASHEET_TFLOPS = {

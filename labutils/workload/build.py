@@ -48,7 +48,7 @@ def build(config: Config, device: torch.device) -> Workload:
 
     Raises ConfigError, PrecisionUnsupported, DataError or WeightsUnavailable.
     """
-    run = resolve(config, here.card(device))
+    run = resolve(config, here.card(device), to_train=True)
     return build_workload(run.config, device, build_data(run.config))
 
 

@@ -140,9 +140,8 @@ def padded_batches(
         ]
         longest = max(map(len, rows))
         input_ids = torch.tensor([row + [end] * (longest - len(row)) for row in rows])  # (B, T)
-        attention_mask = torch.tensor(
-            [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
-        )  # (B, T)
+        # (B, T)
+        attention_mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
         yield {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
@@ -197,9 +196,8 @@ def _own_text(path: Path) -> str:
 def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
     key = hashlib.sha256(f"{vocab_size} {text}".encode()).hexdigest()[:16]
     cached = runs_dir() / "cache" / f"bpe-{key}.json"
-    with suppress(
-        OSError
-    ):  # without a cache each process trains it; a run will say what is wrong with runs/
+    # without a cache each process trains it; a run will say what is wrong with runs/
+    with suppress(OSError):
         if cached.exists():
             return Tokenizer.from_str(cached.read_text(encoding="utf-8"))
     tokenizer = Tokenizer(models.BPE())
@@ -224,6 +222,5 @@ def _token_ids(text: str, tokenizer: Tokenizer) -> np.ndarray:
     )
 
 
-os.environ.setdefault(
-    "TOKENIZERS_PARALLELISM", "false"
-)  # no warning from processes that fork later
+# no warning from processes that fork later
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,31 @@
+"""From a config to what is trained: what the device cannot run is refused before it is built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils.config.cards import PrecisionUnsupported
+
+CPU = torch.device("cpu")
+SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 2}
+
+
+def test_a_workload_trains_one_step_as_its_config_says():
+    config = lab.load_config("fp32", **SMALL, lr_warmup_steps=0, dropout=0.0)
+    work = lab.build(config, CPU)
+    batch = next(work.data.batches)
+    assert batch["input_ids"].shape == (2, 32)
+    assert work.model.training and not work.scaler.is_enabled()
+    before = work.loss_fn(work.model, batch).item()
+    record = lab.train(
+        work.model, iter([batch]), work.loss_fn, work.optimizer, steps=1, progress=False
+    )
+    assert record.series.loss == pytest.approx([before / (2 * 31)])
+    assert work.loss_fn(work.model, batch).item() < before
+
+
+def test_a_precision_that_a_cpu_lacks_is_not_built_as_another():
+    with pytest.raises(PrecisionUnsupported, match="tf32 cannot run here"):
+        lab.build(lab.load_config("tf32", **SMALL, lr_warmup_steps=0), CPU)
