@@ -28,7 +28,8 @@ _MODULES = {
     "speed": "training.speed",
 }
 _NAMES = {
-    "config.cards": ("CARDS", "CONTEXT_GIB"),
+    "config.card": ("CONTEXT_GIB",),
+    "config.cards": ("CARDS",),
     "config.choices": ("MODELS",),
     "config.reader": ("load_config",),
     "config.schema": ("Config", "ConfigError"),
@@ -50,8 +51,10 @@ _NAMES = {
     "prediction.arithmetic": ("closed_form", "n_parameters", "static_gib"),
     "prediction.changes": ("time_cost",),
     "prediction.fit": ("fit",),
-    "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory", "predict_module"),
+    "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory"),
+    "prediction.module": ("predict_module",),
     "prediction.sizes": ("fitting", "largest_micro_batch", "shape_that_fits", "size_that_fits"),
+    "prediction.time": ("predict_module_time", "predict_time"),
     "session": ("explain_in_notebooks", "setup"),
     "techniques.loss": ("count_targets", "lm_loss_sum"),
     "techniques.precision": ("autocast", "tf32"),

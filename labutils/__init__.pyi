@@ -2,8 +2,8 @@
 
 from labutils import checks as checks
 from labutils import plotting as plotting
+from labutils.config.card import CONTEXT_GIB as CONTEXT_GIB
 from labutils.config.cards import CARDS as CARDS
-from labutils.config.cards import CONTEXT_GIB as CONTEXT_GIB
 from labutils.config.choices import MODELS as MODELS
 from labutils.config.reader import load_config as load_config
 from labutils.config.schema import Config as Config
@@ -36,11 +36,13 @@ from labutils.prediction.fit import fit as fit
 from labutils.prediction.memory import BatchSizes as BatchSizes
 from labutils.prediction.memory import needed_gib as needed_gib
 from labutils.prediction.memory import predict_memory as predict_memory
-from labutils.prediction.memory import predict_module as predict_module
+from labutils.prediction.module import predict_module as predict_module
 from labutils.prediction.sizes import fitting as fitting
 from labutils.prediction.sizes import largest_micro_batch as largest_micro_batch
 from labutils.prediction.sizes import shape_that_fits as shape_that_fits
 from labutils.prediction.sizes import size_that_fits as size_that_fits
+from labutils.prediction.time import predict_module_time as predict_module_time
+from labutils.prediction.time import predict_time as predict_time
 from labutils.session import explain_in_notebooks as explain_in_notebooks
 from labutils.session import setup as setup
 from labutils.techniques import float_formats as _float_formats

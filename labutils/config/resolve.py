@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from labutils.config.cards import Card, PrecisionUnsupported
+from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import ATTENTION, PRECISIONS, SIXTEEN_BIT, WITH_BF16, WITHOUT_BF16
 from labutils.config.schema import Config
 

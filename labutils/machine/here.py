@@ -5,12 +5,14 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from importlib.metadata import version
 
 import torch
 
-from labutils.config.cards import CARDS, CONTEXT_GIB, CPU, Card, Gpu, Support
+from labutils.config.card import CONTEXT_GIB, CPU, Card, Gpu, Support
+from labutils.config.cards import CARDS
 from labutils.machine.gpu import driver_memory, nvidia_smi
 from labutils.machine.host import cpu_capability, cpu_name, free_host_bytes
 
@@ -126,7 +128,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, n: int, repeats: int =
     a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
     if device.type == "cuda":
         a @ b
-        return 2 * n**3 / min(_cuda_seconds(a, b) for _ in range(repeats))
+        return 2 * n**3 / min(cuda_seconds(partial(torch.matmul, a, b)) for _ in range(repeats))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -151,11 +153,12 @@ def _processor_seconds() -> float:
     return time.perf_counter() if sys.platform == "win32" else time.thread_time()
 
 
-def _cuda_seconds(a: torch.Tensor, b: torch.Tensor, products: int = 10) -> float:
+def cuda_seconds(call: Callable[[], object], times: int = 10) -> float:
+    """Return the seconds of one of so many calls that the GPU computes without a pause."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for _ in range(products):
-        a @ b
+    for _ in range(times):
+        call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000 / products
+    return start.elapsed_time(end) / 1000 / times

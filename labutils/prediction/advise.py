@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from labutils.config.cards import Card, PrecisionUnsupported
+from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import ATTENTION, EACH_BLOCK, OPTIMIZERS, SMALLEST_STATE
 from labutils.config.reader import config_of
 from labutils.config.resolve import resolve

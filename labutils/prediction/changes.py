@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from labutils.config.cards import Card
+from labutils.config.card import Card
 from labutils.config.choices import (
     CHECKPOINTING,
     EACH_BLOCK,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils.config.cards import Gpu
+from labutils.config.card import Gpu
 from labutils.techniques import checkpointing
 
 aten = torch.ops.aten

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from labutils.prediction.storage_log import BIRTH, DEATH, Event, Segment, Storage
 from labutils.prediction.trace import Trace
+from labutils.prediction.work import between
 
 
 class CannotExtrapolate(ValueError):
@@ -66,7 +67,11 @@ def extrapolated(low: Trace, high: Trace, ratio: int) -> Trace:
         segments.append(Segment(b.phase, b.step, b.micro_batch))
         for i, copy in _order(how, ratio):
             event, before = b.events[i], how.low(i)
-            storage = None
+            storage = work = None
+            if event.work:
+                work = between(
+                    a.events[before].work if before is not None else None, event.work, ratio
+                )
             if event.kind == BIRTH:
                 storage = _between(
                     a.events[before].storage if before is not None else None, event.storage, ratio
@@ -76,7 +81,7 @@ def extrapolated(low: Trace, high: Trace, ratio: int) -> Trace:
                 storage = storages.pop(makers.of(number, i, copy), None)
                 if storage is None or storage.made_by != event.name:
                     raise CannotExtrapolate(f"what dies in the {b.phase} phase does not align")
-            segments[-1].events.append(Event(event.kind, event.name, storage))
+            segments[-1].events.append(Event(event.kind, event.name, storage, work))
     return Trace([event.storage for event in segments[0].events], segments[1:])
 
 

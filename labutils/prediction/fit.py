@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from labutils.config.cards import Card
+from labutils.config.card import Card
 from labutils.config.choices import PRECISIONS
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config

@@ -7,18 +7,13 @@ what the card must have, and not only what tensors take.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from labutils.config.cards import CONTEXT_GIB, Card
+from labutils.config.card import CONTEXT_GIB, Card
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config
 from labutils.machine import here
@@ -27,9 +22,8 @@ from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
 from labutils.prediction.allocator import CachingAllocator
 from labutils.prediction.blocks import DEFAULT, EXPANDABLE, Settings
-from labutils.prediction.trace import Trace, trace_step
-from labutils.prediction.traces import ON_CPU, Traces, fake_world
-from labutils.techniques.precision import autocast
+from labutils.prediction.trace import Trace
+from labutils.prediction.traces import Traces
 
 # Of what the allocator needs at least: so near is the prediction, so that no "fits" is false.
 MARGIN = 1.02
@@ -196,50 +190,3 @@ def allocator_settings(config: Config, card: Card) -> Settings:
     found = Settings.parse(text)
     wanted = found.expandable_segments or config.expandable_segments
     return found._replace(expandable_segments=wanted and not without_expandable_segments())
-
-
-def predict_module(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    *,
-    precision: str = "fp32",
-    device: str | torch.device | Card = "a100",
-) -> MemoryLedger:
-    """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
-
-    `optimizer` makes one from parameters, for example `torch.optim.AdamW`. The module is left
-    alone. Raises ValueError for an unknown precision.
-    """
-    card = here.card_of(device)
-    # without data, and on the CPU wherever the batch lies
-    without_data = tree_map_only(torch.Tensor, _empty_on_cpu, batch)
-    with fake_world(card.gpu) as (log, fake):
-        # a deep copy in which every tensor already has its fake counterpart
-        memo = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            memo[id(tensor)] = _twin(tensor)
-        twin = copy.deepcopy(model, memo)
-        trace = trace_step(
-            twin.train(),
-            [tree_map_only(torch.Tensor, fake.from_tensor, without_data)],
-            loss_fn,
-            optimizer(twin.parameters()),
-            log,
-            autocast=partial(autocast, precision, ON_CPU),
-        )
-    if card.gpu is None:
-        return replay.ledger(trace, 1, "predicted for cpu", None)
-    return Prediction(trace, 1, card.name, DEFAULT).ledger
-
-
-def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def _twin(tensor: torch.Tensor) -> torch.Tensor:
-    twin = _empty_on_cpu(tensor)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    return twin

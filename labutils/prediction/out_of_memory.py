@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from labutils.config.cards import CONTEXT_GIB
+from labutils.config.card import CONTEXT_GIB
 from labutils.config.choices import MODELS
 from labutils.config.schema import Config
 from labutils.machine import here

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from labutils.config.cards import Card
+from labutils.config.card import Card
 from labutils.config.choices import MODELS
 from labutils.config.reader import load_config
 from labutils.config.resolve import Run, resolve
@@ -32,7 +32,7 @@ def largest_micro_batch(
     alone = {"micro_batch_size": 1, "tokens_per_step": run.config.seq_len}
     step = run.config.model_copy(update=alone)
     # what is free changes, the traces do not
-    sizes = _batch_sizes(step.model_dump_json(), replace(run.card, memory_gib=0.0))
+    sizes = _batch_sizes(step.model_dump_json(), replace(run.card, memory_gib=0.0, speed=None))
     low, high = 0, 1
     while high <= limit and sizes.at(high).fits(budget_gib):
         low, high = high, 2 * high

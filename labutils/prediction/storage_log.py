@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from labutils.config.cards import Gpu
+from labutils.config.card import Gpu
 from labutils.memory.ledger import (
     CAST_WEIGHTS,
     CATEGORY_OF_PHASE,
@@ -24,6 +24,7 @@ from labutils.memory.ledger import (
     WORKSPACES,
 )
 from labutils.prediction.cuda_rules import PRODUCTS, borrowed, outputs_in_order
+from labutils.prediction.work import TENSORS_PER_LAUNCH, Work, work_of
 from labutils.techniques import optimizers
 
 OPERATION, BIRTH, DEATH = "operation", "birth", "death"
@@ -48,12 +49,14 @@ class Storage:
 class Event(NamedTuple):
     """An operation, or the birth or death of a storage.
 
-    `name` is the operation's; for a storage it is that of the operation that made it.
+    `name` is the operation's; for a storage it is that of the operation that made it. `work` is
+    what an operation has to do, None if it computes nothing.
     """
 
     kind: str
     name: str
     storage: Storage | None = None
+    work: Work | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +85,8 @@ class StorageLog(TorchDispatchMode):
         self.alive: dict[int, tuple[Storage, weakref.ref]] = {}
         # cuBLAS has one handle of the thread that runs forward, and one of autograd's.
         self.handles: set[bool] = set()
+        # On CUDA one launch takes many of the tensors that a CPU takes one by one.
+        self.in_lists = False
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
@@ -97,6 +102,10 @@ class StorageLog(TorchDispatchMode):
     def of(self, tensor: torch.Tensor) -> Storage:
         """Return the storage behind a tensor that was seen."""
         return self.alive[tensor.untyped_storage()._cdata][0]
+
+    def _seen(self, tensor: torch.Tensor) -> Storage | None:
+        entry = self.alive.get(tensor.untyped_storage()._cdata)
+        return entry[0] if entry else None
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch as it is moved to a card, in new tensors; on a CPU the batch itself."""
@@ -122,18 +131,26 @@ class StorageLog(TorchDispatchMode):
             operation = aten.add_.Tensor
         out = operation(*args, **(kwargs or {}))
         tensors = _tensors_in(out)
-        if not tensors:  # a question, for the device say
-            return out
         name = str(operation)
+        if not tensors:
+            # it changes lists of tensors, or is a question, for the device say
+            work = work_of(operation, args, kwargs or {}, out, self._seen)
+            if work and work.n_bytes:
+                self.events.append(Event(OPERATION, name, None, work))
+            return out
         on_lists = self.phase == "optimizer" and _is_list_of_tensors(args[0] if args else None)
         # What it makes, and what dies before it, is as long as the list. It needs a segment of its
         # own, because of each segment only one part may repeat (see `extrapolation`).
         if on_lists:
             self.begin(self.phase)
-        self.events.append(Event(OPERATION, name))
+        at = len(self.events)
         category = self._category_of(operation, args)
         for tensor in outputs_in_order(operation, tensors) if self.gpu else tensors:
             self._see(tensor, category, name)
+        work = work_of(operation, args, kwargs or {}, out, self._seen)
+        if work and self.gpu and self.in_lists:
+            work.calls /= TENSORS_PER_LAUNCH
+        self.events.insert(at, Event(OPERATION, name, None, work))
         if self.gpu:
             self._borrow(operation, args, name)
         if on_lists:

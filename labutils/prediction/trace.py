@@ -28,6 +28,7 @@ from labutils.memory.ledger import (
     WORKSPACES,
 )
 from labutils.memory.tensors import on_loss_begin, optimizer_tensors
+from labutils.prediction.fusion import fuse
 from labutils.prediction.storage_log import BIRTH, DEATH, Event, Segment, Storage, StorageLog
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.step import take_step
@@ -113,9 +114,11 @@ def trace_step(
 
     def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
         # clip_grad_norm_ in its two halves: a segment repeats one part only (see `extrapolation`)
+        log.in_lists = True
         kept["norm"] = nn.utils.get_total_norm([p.grad for p in parameters])
         log.begin("optimizer")
         nn.utils.clip_grads_with_norm_(parameters, max_norm, kept["norm"])
+        log.in_lists = False
         return kept["norm"]
 
     def begin(phase: str) -> None:
@@ -145,6 +148,7 @@ def trace_step(
         handle.remove()
     log.events = []  # what dies from here on dies with the run
     _order_deaths(log.segments)
+    fuse(log.segments)
     return Trace(standing, log.segments)
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from labutils.config.cards import Gpu
+from labutils.config.card import Gpu
 from labutils.config.choices import CHECKPOINTING, MODELS, PRECISIONS
 from labutils.config.schema import Config
 from labutils.prediction.cuda_rules import cuda_rules

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from labutils.config.cards import CARDS
 from labutils.config.schema import ConfigError
 from labutils.tools import commands, commands_predict, commands_runs
 
 DESCRIPTION = "Run, compare, predict and check experiments; look at this machine; run the notebooks"
 CONFIG = "a YAML file, or a short name such as bf16"
 RUN = "a name (its newest run), an id, or a record's path"
-DEVICES = ("t4", "rtx4060", "a100", "h200", "this", "cpu")
+DEVICES = (*CARDS, "this", "cpu")
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
 

@@ -75,7 +75,7 @@ def _renamed(source: Path, config: Config, name: str) -> str:
 def export(options: argparse.Namespace) -> int:
     """Write an experiment as a script."""
     config = load_config(options.config, **parse_overrides(options.pairs))
-    from labutils.config.cards import PrecisionUnsupported
+    from labutils.config.card import PrecisionUnsupported
     from labutils.machine.gpu import choose_device
     from labutils.tools.export import script
 

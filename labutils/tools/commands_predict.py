@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labutils.config.cards import CONTEXT_GIB
+from labutils.config.card import CONTEXT_GIB
 from labutils.config.reader import find_config, load_config, parse_overrides
 from labutils.config.schema import Config
 
@@ -48,7 +48,7 @@ class Answer:
 def predict(options: argparse.Namespace) -> int:
     """Print the predicted memory of a config, and the changes that make it fit."""
     config = load_config(options.config, **parse_overrides(options.pairs))
-    from labutils.config.cards import PrecisionUnsupported
+    from labutils.config.card import PrecisionUnsupported
 
     try:
         answer = _answer(config, options.device, options.gpu_memory_gib)
@@ -169,7 +169,7 @@ def _plan_text(plan: Plan, budget_gib: float) -> str:
 
 def advise(options: argparse.Namespace) -> int:
     """Print which changes would save most memory, in a config or in a recorded run."""
-    from labutils.config.cards import PrecisionUnsupported
+    from labutils.config.card import PrecisionUnsupported
     from labutils.prediction.advise import advise as advise_on
     from labutils.training.records import load_record
 

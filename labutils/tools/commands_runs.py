@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         config, repeats, resume = header.config, [header.planned.repeat], True
     else:
         config = load_config(options.config, **parse_overrides(options.pairs))
-    from labutils.config.cards import PrecisionUnsupported
+    from labutils.config.card import PrecisionUnsupported
     from labutils.session import setup
     from labutils.training.experiment import NOT_SAVED, run_experiment
     from labutils.workload.data import DataError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from labutils.config.cards import PrecisionUnsupported
+from labutils.config.card import PrecisionUnsupported
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import new_id

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import labutils as lab
-from labutils.config.cards import CONTEXT_GIB
+from labutils.config.card import CONTEXT_GIB
 from labutils.machine import here
 from labutils.machine.gpu import SMALLEST_GIB
 from labutils.prediction.changes import time_cost

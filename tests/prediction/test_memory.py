@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 import labutils as lab
-from labutils.config.cards import CARDS, PrecisionUnsupported
+from labutils.config.card import PrecisionUnsupported
+from labutils.config.cards import CARDS
 from labutils.config.choices import CHECKPOINTING, MODELS
 from labutils.config.schema import ConfigError
 from labutils.memory.ledger import (
@@ -29,7 +30,8 @@ from labutils.memory.measure import measure_step
 from labutils.prediction import traces
 from labutils.prediction.cuda_rules import cuda_rules
 from labutils.prediction.extrapolation import CannotExtrapolate, extrapolated
-from labutils.prediction.memory import predict_memory, predict_module
+from labutils.prediction.memory import predict_memory
+from labutils.prediction.module import predict_module
 from labutils.prediction.storage_log import BIRTH, DEATH, OPERATION, Event, Segment, Storage
 from labutils.prediction.trace import Trace
 from labutils.prediction.traces import SAME, _traced
@@ -490,10 +492,6 @@ def test_attention_matrices_are_predicted_where_they_exist():
 def test_config_that_cannot_run_is_the_config_error():
     with pytest.raises(ConfigError, match="not a multiple"):
         predict_memory(lab.load_config("fp32", micro_batch_size=8, seq_len=512), "cpu")
-
-
-def test_cards_have_distinct_sizes():
-    assert len({card.memory_gib for card in CARDS.values()}) == len(CARDS)
 
 
 def test_a_batch_on_another_device_is_traced_like_one_on_the_cpu():

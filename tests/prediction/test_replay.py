@@ -14,7 +14,7 @@ import pytest
 
 import labutils as lab
 from labutils.config import cards
-from labutils.config.cards import CONTEXT_GIB
+from labutils.config.card import CONTEXT_GIB
 from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import ROUNDING, WORKSPACES
 from labutils.prediction import memory as prediction

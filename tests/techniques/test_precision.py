@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.config.cards import Card, Gpu, PrecisionUnsupported
+from labutils.config.card import Card, Gpu, PrecisionUnsupported
 from labutils.config.choices import PRECISIONS, SIXTEEN_BIT
 from labutils.config.resolve import fewer_steps, precision_on, resolve
 from labutils.machine import here

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.config.cards import PrecisionUnsupported
+from labutils.config.card import PrecisionUnsupported
 from labutils.config.choices import OPTIMIZERS
 from labutils.config.reader import load_config
 from labutils.config.schema import Config, ConfigError

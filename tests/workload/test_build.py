@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.config.cards import PrecisionUnsupported
+from labutils.config.card import PrecisionUnsupported
 
 CPU = torch.device("cpu")
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 2}

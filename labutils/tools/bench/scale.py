@@ -22,7 +22,7 @@ from labutils.config.choices import Model
 from labutils.memory.device_memory import free_memory
 from labutils.memory.measure import measure_step
 from labutils.plotting import BLUE, ORANGE
-from labutils.prediction.memory import predict_module
+from labutils.prediction.module import predict_module
 from labutils.techniques.loss import lm_loss_sum
 from labutils.training.loop import to_device, train
 from labutils.training.speed import flops_per_token

@@ -1,0 +1,157 @@
+"""What a device is to a config: a GPU that need not be here, or the CPU. Rows are in `cards`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from labutils.config.choices import PRECISIONS, Precision
+
+# Assumed: what a process takes on the card before its first tensor, for driver and library code.
+CONTEXT_GIB = 0.5
+SLOW_RATIO = 4.0  # a 16-bit product this many times slower than the FP32 one has no fast hardware
+
+
+class PrecisionUnsupported(RuntimeError):
+    """A device cannot run the precision. The message says why, and what to use instead."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a device runs a precision (`ok`), without fast hardware for it (`slow`), and why."""
+
+    ok: bool
+    slow: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What of a GPU decides which kernels run, and what they borrow."""
+
+    capability: tuple[int, int]
+    n_sms: int  # streaming multiprocessors
+    threads_per_sm: int  # at most
+    bf16: bool | None = None  # hardware for it; None: as its capability says
+
+    @property
+    def flash(self) -> bool:
+        """Whether flash attention exists for 16 bits. Before Ampere another fused kernel runs."""
+        return self.capability >= (8, 0)
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies BF16 numbers in hardware."""
+        return self.capability >= (8, 0) if self.bf16 is None else self.bf16
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What each cuBLAS handle keeps while the process lives.
+
+        One handle belongs to the thread that runs forward, one to autograd's. Source:
+        CublasHandlePool.cpp, parseChosenWorkspaceSize.
+        """
+        if self.capability[0] == 9:
+            return 32 * 2**20
+        return 4096 * 1024 * 2 + 16 * 1024 * 8
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a GPU is: its datasheet's peaks, and what single operations reach of them.
+
+    `tflops` are dense peaks (no sparsity) by the kind of the products; `reached` is what large
+    products were measured to reach, also in TFLOP/s. Shares are of `gb_per_s`, 10^9 bytes a second.
+    """
+
+    tflops: Mapping[str, float]
+    gb_per_s: float
+    reached: Mapping[str, float]
+    elements: float = 0.80  # share that elementwise operations reach
+    rows: float = 0.60  # share that norms and softmax reach
+    # Fused attention, forward and backward: FLOP/s as a share of what products reach in 16 bits.
+    flash: tuple[float, float] = (0.68, 0.50)
+    is_calibrated: bool = True  # operations were measured on this very card
+    source: str = ""
+
+    def product_rate(self, kind: str) -> float:
+        """Return the FLOP/s of large products of a kind.
+
+        Not measured: 0.75 of the peak in 16 bits, else 0.8. Without hardware for the kind half of
+        what float32 reaches, as emulated BF16 does on a T4.
+        """
+        if kind in self.reached:
+            return self.reached[kind] * 1e12
+        if kind in self.tflops:
+            share = 0.75 if kind in ("float16", "bfloat16") else 0.8
+            return share * self.tflops[kind] * 1e12
+        return 0.5 * self.product_rate("float32")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A device: its memory, and what it makes of a precision. A CPU has no `gpu`.
+
+    `slowdown` times a product: it takes a dtype's name, and returns how many times as long as a
+    float32 product one of that dtype takes. A CPU that is only predicted for has none.
+    """
+
+    name: str
+    memory_gib: float
+    gpu: Gpu | None = None
+    is_here: bool = False
+    speed: Speed | None = None  # what a time is predicted from; None: nothing is known
+    slowdown: Callable[[str], float] | None = None
+
+    @property
+    def device_type(self) -> str:
+        """torch's name of this kind of device: "cuda" or "cpu"."""
+        return "cuda" if self.gpu else "cpu"
+
+    @property
+    def place(self) -> str:
+        """Where that is, in messages: "here", or on a card by its name."""
+        return "here" if self.is_here else f"on {self.name}"
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether BF16 runs without emulation. Every CPU runs it, fast or slowly."""
+        return self.gpu is None or self.gpu.has_bf16
+
+    def support(self, precision: str) -> Support:
+        """Return what the device makes of a precision. Raises ValueError for an unknown one."""
+        row = PRECISIONS[precision]
+        return self._on_a_gpu(row) if self.gpu else self._on_a_cpu(row)
+
+    def require(self, precision: str) -> Support:
+        """Return `support(precision)`, or raise PrecisionUnsupported with the way out."""
+        answer = self.support(precision)
+        if not answer.ok:
+            message = f"precision {precision} cannot run {self.place}: {answer.reason}"
+            raise PrecisionUnsupported(message)
+        return answer
+
+    def _on_a_gpu(self, row: Precision) -> Support:
+        if not row.without_hardware:
+            return Support(True, False, "native")
+        is_bf16 = row.products == "bfloat16"
+        if self.gpu.has_bf16 if is_bf16 else self.gpu.capability >= row.fast_since:
+            return Support(True, False, "tensor cores")
+        major, minor = self.gpu.capability
+        reason = f"compute capability {major}.{minor} {row.without_hardware}"
+        return Support(row.runs_without_hardware, row.runs_without_hardware, reason)
+
+    def _on_a_cpu(self, row: Precision) -> Support:
+        if row.not_on_cpu:
+            return Support(False, False, row.not_on_cpu)
+        if not row.is_16bit or self.slowdown is None:
+            return Support(True, False, "native")
+        ratio = self.slowdown(row.products)
+        slow = ratio >= SLOW_RATIO
+        # two digits would pretend a precision that a probe of milliseconds does not have
+        times = f"about {float(f'{ratio:.1g}'):.0f}" if slow else f"{ratio:.1f}"
+        reason = f"a {row.products} product takes {times} times as long as a float32 one here"
+        return Support(True, slow, reason)
+
+
+CPU = Card("cpu", 0.0)

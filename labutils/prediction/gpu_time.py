@@ -1,0 +1,91 @@
+"""How long a GPU computes one operation: the longer of its arithmetic and its bytes.
+
+Every constant comes from measurements of single operations; `config.cards` names the sources.
+"""
+
+from __future__ import annotations
+
+import math
+
+from labutils.config.card import Card
+from labutils.prediction.work import EFFICIENT, FLASH, PRODUCT_KINDS, ROWS, Work
+
+# Host: from one call of torch to the next, with autograd. Measured floors of 7 to 20 µs.
+CALL_SECONDS = 12e-6
+COMPILED_CALL_SECONDS = 4e-6
+# A kernel's start and end, behind another: 2 to 4 µs, whatever it computes.
+KERNEL_SECONDS = 3e-6
+# A product is computed in tiles, one or more waves of as many as there are multiprocessors:
+# (side of a tile, share of the rate that it reaches). cuBLAS chooses; here the quicker one wins.
+TILES = ((128, 1.0), (64, 0.8))
+# 16-bit products with a side that 8 does not divide. PyTorch's blog measured "nearly 3x" for an
+# output of 50,257 columns on an A100; Inductor pads most of it away.
+UNALIGNED, UNALIGNED_COMPILED = 2.6, 1.3
+# The kernel for older cards beside flash attention, forward and backward: one A4000,
+# Dao-AILab/flash-attention#416.
+EFFICIENT_SHARES = 0.8, 0.55
+
+
+class GpuTime:
+    """Seconds of operations on a card."""
+
+    call_seconds = CALL_SECONDS
+    compiled_call_seconds = COMPILED_CALL_SECONDS
+
+    def __init__(self, card: Card, tf32: bool, is_compiled: bool) -> None:
+        """`tf32`: products of float32 numbers may round them to TF32."""
+        self.speed, self.n_sms = card.speed, card.gpu.n_sms
+        self.tf32 = tf32
+        self.is_compiled = is_compiled
+
+    def seconds(self, work: Work) -> float:
+        """Return how long one operation keeps the card busy, its kernel's start included."""
+        n_bytes = work.fused_bytes if self.is_compiled else work.n_bytes
+        calls = work.fused_calls if self.is_compiled else work.calls
+        moved = n_bytes / self._bytes_per_second(work)
+        return max(self._arithmetic(work), moved) + calls * KERNEL_SECONDS
+
+    def _bytes_per_second(self, work: Work) -> float:
+        share = self.speed.elements
+        if work.kind == ROWS and not self.is_compiled:
+            share = self.speed.rows
+        return share * self.speed.gb_per_s * 1e9
+
+    def _arithmetic(self, work: Work) -> float:
+        if work.kind in PRODUCT_KINDS:
+            return self._product(work)
+        if work.kind in (FLASH, EFFICIENT):
+            return work.flops / self._attention_rate(work)
+        return 0.0
+
+    def _product(self, work: Work) -> float:
+        rate = self.speed.product_rate(self._kind(work.dtype))
+        per_multiprocessor = rate / self.n_sms
+        batch, rows, columns = work.shape
+        found = []
+        for side, share in TILES:
+            tiles = batch * math.ceil(rows / side) * math.ceil(columns / side)
+            waves = math.ceil(tiles / self.n_sms)
+            in_a_tile = 2 * side * side * work.inner
+            found.append(waves * in_a_tile / per_multiprocessor / share)
+        # small ones are split along their sums, so that all multiprocessors have a share
+        seconds = min(*found, 2 * work.flops / rate)
+        return seconds * self._misalignment(work)
+
+    def _misalignment(self, work: Work) -> float:
+        sides = *work.shape[1:], int(work.inner)
+        if work.dtype == "float32" or not any(side % 8 for side in sides):
+            return 1.0
+        return UNALIGNED_COMPILED if self.is_compiled else UNALIGNED
+
+    def _attention_rate(self, work: Work) -> float:
+        if work.dtype == "float32":
+            rate, shares = self.speed.product_rate("float32"), (1.0, 1.0)
+        else:
+            rate, shares = self.speed.product_rate(work.dtype), self.speed.flash
+        if work.kind == EFFICIENT:
+            shares = shares[0] * EFFICIENT_SHARES[0], shares[1] * EFFICIENT_SHARES[1]
+        return rate * shares[work.is_backward]
+
+    def _kind(self, dtype: str) -> str:
+        return "TF32" if self.tf32 and dtype == "float32" else dtype

@@ -1,0 +1,81 @@
+"""Predict for any module, not only for a config's GPT-2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from labutils.config.card import Card
+from labutils.machine import here
+from labutils.memory.ledger import MemoryLedger
+from labutils.prediction import replay
+from labutils.prediction.blocks import DEFAULT
+from labutils.prediction.memory import Prediction
+from labutils.prediction.trace import Trace, trace_step
+from labutils.prediction.traces import ON_CPU, fake_world
+from labutils.techniques.precision import autocast
+
+
+def predict_module(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    *,
+    precision: str = "fp32",
+    device: str | torch.device | Card = "a100",
+) -> MemoryLedger:
+    """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
+
+    `optimizer` makes one from parameters, for example `torch.optim.AdamW`. The module is left
+    alone. Raises ValueError for an unknown precision.
+    """
+    card = here.card_of(device)
+    trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
+    if card.gpu is None:
+        return replay.ledger(trace, 1, "predicted for cpu", None)
+    return Prediction(trace, 1, card.name, DEFAULT).ledger
+
+
+def traced_module(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    precision: str,
+    card: Card,
+) -> Trace:
+    """Return the trace of one step of any module on a card. The module is left alone."""
+    # without data, and on the CPU wherever the batch lies
+    without_data = tree_map_only(torch.Tensor, _empty_on_cpu, batch)
+    with fake_world(card.gpu) as (log, fake):
+        # a deep copy in which every tensor already has its fake counterpart
+        memo = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            memo[id(tensor)] = _twin(tensor)
+        twin = copy.deepcopy(model, memo)
+        return trace_step(
+            twin.train(),
+            [tree_map_only(torch.Tensor, fake.from_tensor, without_data)],
+            loss_fn,
+            optimizer(twin.parameters()),
+            log,
+            autocast=partial(autocast, precision, ON_CPU),
+        )
+
+
+def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    twin = _empty_on_cpu(tensor)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin

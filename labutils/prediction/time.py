@@ -1,0 +1,229 @@
+"""Predict how long a training step takes on a device that need not be here.
+
+The traced step (`prediction.trace`) is run on two clocks. The host issues one operation after the
+other. The device computes each as soon as it is issued and the one before is done; how long that
+takes is `prediction.gpu_time`'s answer, or `prediction.cpu_time`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+from labutils.config.card import Card
+from labutils.config.choices import COMPILE_MODES, PRECISIONS
+from labutils.config.resolve import Run, resolve
+from labutils.config.schema import Config
+from labutils.machine import here
+from labutils.memory.ledger import FROZEN, GRADIENTS
+from labutils.prediction.calibrate import gpu_speed
+from labutils.prediction.cpu_time import CpuTime
+from labutils.prediction.gpu_time import GpuTime
+from labutils.prediction.module import traced_module
+from labutils.prediction.storage_log import Segment
+from labutils.prediction.trace import Trace
+from labutils.prediction.traces import Traces
+from labutils.prediction.work import ATTENTION_KINDS, BATCHED, ELEMENTS, PRODUCT, Work
+
+PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (
+    "matrix products",
+    "attention",
+    "memory-bound operations",
+    "launches",
+)
+SHARES = (PRODUCTS, ATTENTION, MEMORY, LAUNCHES)
+# How far from the prediction a measurement may lie. Equal configs on equal cards differ by 7 % and,
+# compiled, by 25 % between three people.
+EAGER_BAND, COMPILED_BAND, WIDE_BAND, CPU_BAND = 0.20, 0.30, 0.50, 0.25
+# More of the step than this is waiting for the host: hosts differ by a factor of two.
+LAUNCH_BOUND = 0.15
+
+
+class TimeLedger(BaseModel):
+    """Milliseconds of one optimizer step, predicted: where they go, and in which phase.
+
+    `shares` are fractions of the step; batched products count as attention. `launch_bound` says
+    that the device waits for its host. `why_band` says what makes the band from `low_ms` to
+    `high_ms` as wide as it is.
+    """
+
+    model_config = FROZEN
+
+    step_ms: float
+    low_ms: float
+    high_ms: float
+    tokens_per_s: float
+    shares: dict[str, float]
+    launch_bound: bool
+    phases_ms: dict[str, float]
+    # kind of operation: {"operations", "ms", "gflop", "gbyte"} of a step
+    operations: dict[str, dict[str, float]]
+    method: str
+    why_band: str
+
+
+def predict_time(config: Config, device: str | torch.device | Card = "a100") -> TimeLedger:
+    """Return the predicted time of one training step of a config on a device, after warm-up.
+
+    `device` as for `predict_memory`. For this machine's CPU or GPU single operations are measured
+    once (`machine.calibrate`); for another card they are published measurements. Not predicted:
+    clocks lowered for heat or power, loading data, other hosts, other versions of torch.
+    Raises ConfigError if the config cannot run there, and PrecisionUnsupported if the device lacks
+    what it asks for.
+    """
+    return predict_run_time(resolve(config, here.card_of(device)))
+
+
+def predict_run_time(run: Run) -> TimeLedger:
+    """Return the predicted time of a step of a resolved run."""
+    config, card = run.config, with_speed(run.card)
+    n_micro_batches = config.grad_accum_steps
+    traces = Traces(config, card.gpu)
+    trace = traces.at(config.micro_batch_size, min(n_micro_batches, 2))
+    is_compiled = COMPILE_MODES[config.compile].is_on
+    precision = PRECISIONS[config.precision]
+    after = []
+    if precision.loss_scale:  # a GradScaler reads every gradient, and writes it divided
+        n_bytes = 2 * sum(one.n_bytes for one in _gradients(trace))
+        after.append(Work(ELEMENTS, n_bytes, fused_bytes=n_bytes))
+    clock = Clock(card, tf32=precision.tf32, is_compiled=is_compiled)
+    clock.run(_segments(trace, n_micro_batches), after)
+    tokens = config.micro_batch_size * config.seq_len * n_micro_batches
+    return clock.ledger(tokens, card, is_small=config.micro_batch_size == 1)
+
+
+def with_speed(card: Card) -> Card:
+    """Return a card of which is known how fast it is: this GPU is measured."""
+    if card.gpu is None or card.speed is not None:
+        return card
+    return replace(card, speed=gpu_speed(torch.device("cuda")))
+
+
+def predict_module_time(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    *,
+    precision: str = "fp32",
+    device: str | torch.device | Card = "a100",
+    n_tokens: int = 0,
+) -> TimeLedger:
+    """Return the predicted time of one step of any module: see `predict_module`.
+
+    `n_tokens` of the batch are needed for `tokens_per_s` alone.
+    """
+    card = with_speed(here.card_of(device))
+    trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
+    clock = Clock(card, tf32=PRECISIONS[precision].tf32, is_compiled=False)
+    clock.run(_segments(trace, 1), [])
+    return clock.ledger(n_tokens, card, is_small=False)
+
+
+def _gradients(trace: Trace) -> Iterator[Any]:
+    for segment in trace.segments:
+        if segment.micro_batch == 0:
+            for event in segment.events:
+                if event.kind == "birth" and event.storage.category == GRADIENTS:
+                    yield event.storage
+
+
+def _segments(trace: Trace, n_micro_batches: int) -> list[Segment]:
+    """Return a step's segments. Micro-batches beyond those traced are like the last."""
+    segments = trace.step(1)
+    last = max(segment.micro_batch or 0 for segment in segments)
+    repeated = [segment for segment in segments if segment.micro_batch == last]
+    end = segments.index(repeated[-1]) + 1
+    return segments[:end] + (n_micro_batches - last - 1) * repeated + segments[end:]
+
+
+class Clock:
+    """Runs operations in order: the host issues them, the device computes them."""
+
+    def __init__(self, card: Card, *, tf32: bool, is_compiled: bool) -> None:
+        self.is_compiled, self.is_cpu = is_compiled, card.gpu is None
+        if card.gpu is None:
+            self.time = CpuTime(is_compiled)
+        else:
+            self.time = GpuTime(card, tf32, is_compiled)
+        self.host = self.device = 0.0  # seconds since the step began
+        self.busy = dict.fromkeys(SHARES[:3], 0.0)
+        self.phases: dict[str, float] = {}
+        self.operations: dict[str, dict[str, float]] = {}
+
+    def run(self, segments: list[Segment], after: list[Work]) -> None:
+        """Run a step, and what comes after it."""
+        for segment in segments:
+            begun = self.device
+            is_compiled = self.is_compiled and segment.phase != "optimizer"
+            for event in segment.events:
+                if event.work and not event.work.only_once:
+                    self._operation(event.work, is_compiled)
+            taken = self.phases.get(segment.phase, 0.0)
+            self.phases[segment.phase] = taken + self.device - begun
+        for work in after:
+            self._operation(work, False)
+
+    def _operation(self, work: Work, is_compiled: bool) -> None:
+        seconds = self.time.seconds(work)
+        if is_compiled:
+            self.host += work.fused_calls * self.time.compiled_call_seconds
+        else:
+            self.host += work.calls * self.time.call_seconds
+        self.device = max(self.device, self.host) + seconds
+        if self.is_cpu:
+            self.host = self.device  # it is its own host
+        self.busy[_share_of(work)] += seconds
+        row = self.operations.setdefault(
+            work.kind, {"operations": 0, "ms": 0.0, "gflop": 0.0, "gbyte": 0.0}
+        )
+        row["operations"] += 1
+        row["ms"] += 1e3 * seconds
+        row["gflop"] += work.flops / 1e9
+        row["gbyte"] += (work.fused_bytes if is_compiled else work.n_bytes) / 1e9
+
+    def ledger(self, n_tokens: int, card: Card, *, is_small: bool) -> TimeLedger:
+        """Return what was counted, with a band. `is_small`: a batch of one sequence."""
+        step = self.device
+        shares = {name: seconds / step for name, seconds in self.busy.items()}
+        shares[LAUNCHES] = 1 - sum(shares.values())
+        is_bound = not self.is_cpu and shares[LAUNCHES] > LAUNCH_BOUND
+        band, why = self._band(card, is_bound, is_small)
+        return TimeLedger(
+            step_ms=1e3 * step,
+            low_ms=1e3 * step * (1 - band),
+            high_ms=1e3 * step * (1 + band),
+            tokens_per_s=n_tokens / step,
+            shares=shares,
+            launch_bound=is_bound,
+            phases_ms={phase: 1e3 * seconds for phase, seconds in self.phases.items()},
+            operations=self.operations,
+            method=f"predicted for {card.name}",
+            why_band=why,
+        )
+
+    def _band(self, card: Card, is_bound: bool, is_small: bool) -> tuple[float, str]:
+        if self.is_cpu:
+            return CPU_BAND, "from operations measured on this CPU"
+        if not card.speed.is_calibrated:
+            return WIDE_BAND, "uncalibrated: nothing was measured on this card, only its datasheet"
+        if is_bound:
+            return WIDE_BAND, "the card waits for its host, and hosts differ by a factor of two"
+        if is_small:
+            return WIDE_BAND, "one sequence at a time: small operations, and the host matters"
+        if self.is_compiled:
+            return COMPILED_BAND, "compiled: versions of torch.compile differ by a quarter"
+        return EAGER_BAND, "equal configs on equal cards differ by 7 %"
+
+
+def _share_of(work: Work) -> str:
+    if work.kind == PRODUCT:
+        return PRODUCTS
+    if work.kind == BATCHED or work.kind in ATTENTION_KINDS:
+        return ATTENTION
+    return MEMORY
