@@ -43,6 +43,7 @@ class Precision:
     not_on_cpu: str = ""  # why a CPU cannot
     without_hardware: str = ""  # what an older card lacks
     runs_without_hardware: bool = True
+    is_emulated: bool = False  # torch computes it all the same, slowly: predicted, not trained
 
     @property
     def is_16bit(self) -> bool:
@@ -82,6 +83,7 @@ PRECISIONS = Rows(
         fast_since=(8, 0),
         without_hardware="has no BF16 hardware, only emulation; use fp16",
         runs_without_hardware=False,
+        is_emulated=True,
     ),
     Precision(
         "pure_bf16",
@@ -90,6 +92,7 @@ PRECISIONS = Rows(
         fast_since=(8, 0),
         without_hardware="has no BF16 hardware, only emulation; use fp16",
         runs_without_hardware=False,
+        is_emulated=True,
     ),
 )
 # A config may leave the choice between two rows to the card: see `config.resolve`.

@@ -30,15 +30,20 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
     """Decide what a config leaves open: values for a CPU, the 16-bit precision, the steps.
 
     Raises ConfigError if its values do not agree on this kind of device, and PrecisionUnsupported
-    if the card lacks what they ask for. A CPU is asked only `to_train`: its products are timed,
-    and the bytes of a step do not depend on them.
+    if the card lacks what they ask for. What a card that is not here would emulate is allowed: it
+    can be predicted. A CPU is asked only `to_train`: its products are timed, and the bytes of a
+    step do not depend on them.
     """
     resolved = config.on(card.device_type)
     precision = precision_on(resolved.precision, card)
     resolved = resolved.model_copy(update={"precision": precision})
     if card.gpu is None and not to_train:
         return Run(resolved, card, resolved.steps)
-    support = card.require(precision)
+    is_only_predicted = not to_train and not card.is_here
+    if is_only_predicted and PRECISIONS[precision].is_emulated:
+        support = card.support(precision)
+    else:
+        support = card.require(precision)
     needed = ATTENTION[resolved.attention].since
     if card.gpu and card.gpu.capability < needed:
         kind = resolved.attention

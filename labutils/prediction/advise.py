@@ -18,25 +18,27 @@ from labutils.memory.ledger import MIB, MemoryLedger
 from labutils.prediction.changes import (
     CHUNK_TOKENS,
     NO_COST_CHANGES,
-    costs,
     faster_precision,
-    time_cost,
+    reasons,
 )
 from labutils.prediction.memory import predict_memory
+from labutils.prediction.time import predict_time
 
 NOTHING = 0.005  # of the peak: less is called nothing
+FREE = 0.005  # of the step: a change that takes less time is free
 
 
 @dataclass(frozen=True)
 class Advice:
     """One change: what it saves of the peak by itself (predicted), and what it costs.
 
-    `time_cost` is a fraction of the step's FLOPs: see `changes.time_cost`. `peak_phase` is where
-    the peak is then.
+    `added_ms` is what a step then takes longer (below 0: shorter), predicted; `time_cost` is the
+    same as a fraction of the step. `peak_phase` is where the peak is then.
     """
 
     changes: dict[str, Any]
     saved_bytes: int
+    added_ms: float
     time_cost: float
     cost: str
     peak_phase: str
@@ -64,7 +66,8 @@ class Advices:
         lines = [f"{self.config.name}: predicted peak {peak}"]
         for i, one in enumerate(self.helpful[:3], start=1):
             saved = f"{one.saved_bytes / MIB:,.0f} MiB"
-            lines.append(f"{i}. {one.name}: saves {saved}; costs {one.cost}")
+            time = f"{one.added_ms:+.1f} ms a step ({100 * one.time_cost:+.0f} %)"
+            lines.append(f"{i}. {one.name}: saves {saved}; {time}: {one.cost}")
         if self.helpful:
             best = f"{self.best_three_peak_bytes / MIB:,.0f} MiB"
             lines.append(f"   the best together: a peak of {best}")
@@ -104,8 +107,8 @@ def advise(run: Any, device: str | torch.device | Card = "a100") -> Advices:
         except (ConfigError, PrecisionUnsupported) as problem:
             impossible[named(changes)] = str(problem).partition(": ")[2]
             continue
-        tried.append(_advice(config, changes, now, ledger))
-    tried.sort(key=lambda one: (-one.saved_bytes, one.time_cost))
+        tried.append(_advice(config, changes, card, now, ledger))
+    tried.sort(key=_order)
     helpful, useless = [], []
     for one in tried:
         matters = one.saved_bytes > NOTHING * now.peak_bytes
@@ -122,12 +125,19 @@ def advise(run: Any, device: str | torch.device | Card = "a100") -> Advices:
 
 
 def _advice(
-    config: Config, changes: dict[str, Any], now: MemoryLedger, then: MemoryLedger
+    config: Config, changes: dict[str, Any], card: Card, now: MemoryLedger, then: MemoryLedger
 ) -> Advice:
-    reasons = (line.partition(": costs ")[2] for line in costs(config, changes))
+    before = predict_time(config, card).step_ms
+    added = predict_time(config.model_copy(update=changes), card).step_ms - before
     saved = now.peak_bytes - then.peak_bytes
-    time = time_cost(config, changes)
-    return Advice(changes, saved, time, "; ".join(reasons), then.peak_phase)
+    return Advice(changes, saved, added, added / before, reasons(config, changes), then.peak_phase)
+
+
+def _order(advice: Advice) -> tuple[bool, float]:
+    """Changes that take no time come first, most bytes first; then by bytes saved per ms lost."""
+    if advice.time_cost <= FREE:
+        return False, -advice.saved_bytes
+    return True, -advice.saved_bytes / advice.added_ms
 
 
 def _together(config: Config, card: Card, peak_bytes: int, advices: list[Advice]) -> int:

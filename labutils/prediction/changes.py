@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from labutils.config.card import Card
+from labutils.config.card import CPU, Card
 from labutils.config.choices import (
     CHECKPOINTING,
     EACH_BLOCK,
@@ -21,6 +21,7 @@ from labutils.config.choices import (
 from labutils.config.schema import Config
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.prediction.arithmetic import n_parameters
+from labutils.prediction.time import predict_time
 
 # These change neither results (beyond rounding) nor cost time: the value, and why it is free.
 NO_COST_CHANGES = {
@@ -39,30 +40,29 @@ COSTS_WITHOUT_FLOPS = {
     "tokens_per_step": "fewer tokens in a step, so noisier gradients: another experiment",
     "seq_len": "less context: another experiment",
 }
+TIMED = ("micro_batch_size", "gradient_checkpointing")  # what they cost is predicted
 CHUNK_TOKENS = 512
 # Bytes per parameter that each further micro-batch moves: its gradient is read, added to what is
 # there and written (12), and the weights are read in the forward and in the backward pass (8).
 BYTES_PER_MICRO_BATCH = 20
-A100_TFLOPS = {"float32": 19.5, "TF32": 156.0, "float16": 312.0, "bfloat16": 312.0}
-A100_TB_PER_S = 2.0
+# Of a CPU, about: 150 GFLOP/s over 10 GB/s. Only an order of changes depends on it.
+CPU_FLOPS_PER_BYTE = 15.0
 
 
-def flops_per_byte(precision: str) -> float:
-    """Return the FLOPs that a card computes while it moves one byte.
+def flops_per_byte(precision: str, card: Card) -> float:
+    """Return the FLOPs that a card computes while it moves one byte, both at achieved rates."""
+    if card.speed is None:
+        return CPU_FLOPS_PER_BYTE
+    speed = card.speed
+    return speed.product_rate(PRECISIONS[precision].kind) / (1e9 * speed.elements * speed.gb_per_s)
 
-    From the datasheet of the A100 80 GB. Other cards have other ratios of the same order (T4, FP16:
-    65 over 0.32).
-    """
-    return A100_TFLOPS[PRECISIONS[precision].kind] / A100_TB_PER_S
 
+def time_cost(config: Config, changes: dict[str, Any], card: Card = CPU) -> float:
+    """Return the time that changes add to a step, by hand, as a fraction of its FLOPs.
 
-def time_cost(config: Config, changes: dict[str, Any]) -> float:
-    """Return the predicted time that changes add to a step, as a fraction of its FLOPs.
-
-    Counted is what is computed twice, and what more micro-batches move. FLOPs are taken in the
-    precision of the changes, so a faster precision is neither a gain nor a cost. The costs of
-    several changes add up. Not counted: that smaller products are less efficient, what `offload`
-    moves to the host and back, and the attention that `selective` repeats with dropout.
+    It orders combinations of changes before any is traced; `prediction.time` predicts the time of
+    those that are shown. Counted is what is computed twice, and what more micro-batches move. FLOPs
+    are taken in the precision of the changes, so a faster precision is neither a gain nor a cost.
     """
     model = MODELS[config.model]
     new = config.model_copy(update=changes)
@@ -70,7 +70,7 @@ def time_cost(config: Config, changes: dict[str, Any]) -> float:
     per_token = products + 12 * model.n_layer * model.width * config.seq_len
     more = new.grad_accum_steps - config.grad_accum_steps
     moved = more * BYTES_PER_MICRO_BATCH * n_parameters(config.model)
-    moved_per_token = moved * flops_per_byte(new.precision) / config.tokens_per_step
+    moved_per_token = moved * flops_per_byte(new.precision, card) / config.tokens_per_step
     again = _flops_again(new) - _flops_again(config)
     return (again + moved_per_token) / per_token
 
@@ -85,17 +85,36 @@ def _flops_again(config: Config) -> float:
     return in_products + in_attention
 
 
-def costs(config: Config, changes: dict[str, Any]) -> tuple[str, ...]:
-    """Return a line for each change, `key value: costs …`: what it costs, and why."""
+def costs(config: Config, changes: dict[str, Any], card: Card) -> tuple[str, ...]:
+    """Return a line for each change, `key value: costs …`: what it costs, and why.
+
+    Milliseconds are predicted for the change alone, in the precision of the changes.
+    """
     lines = []
     for key, value in changes.items():
         if key == "max_grad_norm" and "optimizer_in_backward" in changes:
             continue  # its line says so
-        lines.append(f"{key} {value}: costs {_cost(config, changes, key)}")
+        lines.append(f"{key} {value}: costs {_cost(config, changes, key, card)}")
     return tuple(lines)
 
 
-def _cost(config: Config, changes: dict[str, Any], key: str) -> str:
+def _cost(config: Config, changes: dict[str, Any], key: str, card: Card) -> str:
+    if key not in TIMED:
+        return _reason(config, changes, key)
+    base = config.model_copy(update={"precision": changes.get("precision", config.precision)})
+    before = predict_time(base, card).step_ms
+    added = predict_time(base.model_copy(update={key: changes[key]}), card).step_ms - before
+    share = f"{added:+.0f} ms a step ({100 * added / before:+.0f} %)"
+    return f"{share}: {_reason(config, changes, key)}"
+
+
+def reasons(config: Config, changes: dict[str, Any]) -> str:
+    """Return what changes cost besides time, and where the time goes."""
+    keys = [key for key in changes if key != "max_grad_norm"]
+    return "; ".join(_reason(config, changes, key) for key in keys)
+
+
+def _reason(config: Config, changes: dict[str, Any], key: str) -> str:
     if key in NO_COST_CHANGES:
         return f"nothing: {NO_COST_CHANGES[key][1]}"
     if key in COSTS_WITHOUT_FLOPS:
@@ -106,13 +125,10 @@ def _cost(config: Config, changes: dict[str, Any], key: str) -> str:
                 "no time, but weights of 8 significant bits lose small updates: compare the losses"
             )
         return "no time; products are rounded to 16 bits"
-    precision = changes.get("precision", config.precision)
-    alone = {key: changes[key], "precision": precision}
-    share = f"about {100 * time_cost(config, alone):.0f} % of the step"
     if key == "micro_batch_size":
         steps = config.model_copy(update=changes).grad_accum_steps
-        return f"{share}: {steps} micro-batches, not {config.grad_accum_steps}"
-    return f"{share}: each block's forward pass twice"
+        return f"{steps} micro-batches, not {config.grad_accum_steps}"
+    return "each block's forward pass twice"
 
 
 def free_changes(config: Config, card: Card) -> dict[str, Any]:

@@ -87,7 +87,9 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
             return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[
                 0
             ]
-        if not allowed.mem_efficient_sdp_enabled():
+        # before Ampere the other fused kernel takes no BF16 either
+        has_kernel = flash or q.dtype != torch.bfloat16
+        if not (has_kernel and allowed.mem_efficient_sdp_enabled()):
             return aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, scale=scale)[0]
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty_like(mask, dtype=q.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,19 +17,38 @@ from labutils.memory.ledger import MemoryLedger
 from labutils.prediction.arithmetic import least_bytes
 from labutils.prediction.changes import NO_COST_CHANGES, combinations, costs, time_cost
 from labutils.prediction.memory import BatchSizes, CpuPrediction, Prediction
+from labutils.prediction.time import predict_time
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Changes to a config, what each costs and why, and what is predicted with them.
+    """Changes to a config, and what is predicted with them.
 
-    `time_cost` is the time that they add to a step: see `changes.time_cost`.
+    `rank` is the time that they add to a step, by hand: see `changes.time_cost`.
     """
 
+    config: Config  # without the changes
+    card: Card
     changes: dict[str, Any]
-    costs: tuple[str, ...]
-    time_cost: float
+    rank: float
     prediction: Prediction | CpuPrediction
+
+    @cached_property
+    def costs(self) -> tuple[str, ...]:
+        """What each change costs, and why."""
+        return costs(self.config, self.changes, self.card)
+
+    @cached_property
+    def step_ms(self) -> float:
+        """The predicted milliseconds of a step with the changes."""
+        return predict_time(self.config.model_copy(update=self.changes), self.card).step_ms
+
+    @cached_property
+    def time_cost(self) -> float:
+        """The predicted time that they add to a step, as a fraction of it; below 0 it is faster."""
+        if not self.changes:
+            return 0.0
+        return self.step_ms / predict_time(self.config, self.card).step_ms - 1
 
     @property
     def ledger(self) -> MemoryLedger:
@@ -112,8 +131,8 @@ class Plans:
             changed = self.config.model_copy(update=others)
             self.by_other_changes[key] = BatchSizes(changed, self.card)
         prediction = self.by_other_changes[key].at(size)
-        cost = time_cost(self.config, changes)
-        return Plan(changes, costs(self.config, changes), cost, prediction)
+        rank = time_cost(self.config, changes, self.card)
+        return Plan(self.config, self.card, changes, rank, prediction)
 
     def is_hopeless(self, changes: dict[str, Any], budget_gib: float) -> bool:
         """Whether the bytes per parameter alone are more than the budget."""
@@ -122,7 +141,7 @@ class Plans:
     def candidates(self) -> list[dict[str, Any]]:
         """Return every combination of changes, best first."""
         if not self._candidates:
-            rank = partial(_rank, self.config)
+            rank = partial(_rank, self.config, self.card)
             self._candidates = sorted(combinations(self.config, self.card), key=rank)
         return self._candidates
 
@@ -157,7 +176,7 @@ class Plans:
             fewer = dict(plan.changes)
             del fewer[key]
             simpler = self.of(fewer)
-            if simpler.fits(limit_gib) and simpler.time_cost <= plan.time_cost:
+            if simpler.fits(limit_gib) and simpler.rank <= plan.rank:
                 plan = simpler
         return plan
 
@@ -167,8 +186,8 @@ class Plans:
         return changed.precision, changed.optimizer, changed.optimizer_in_backward
 
 
-def _rank(config: Config, changes: dict[str, Any]) -> tuple:
-    cost = round(time_cost(config, changes), 2)
+def _rank(config: Config, card: Card, changes: dict[str, Any]) -> tuple:
+    cost = round(time_cost(config, changes, card), 2)
     size = changes.get("micro_batch_size", 0)
     return _changes_of_the_learning(changes), cost, len(changes), -size
 

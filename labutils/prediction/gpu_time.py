@@ -35,6 +35,7 @@ class GpuTime:
     def __init__(self, card: Card, tf32: bool, is_compiled: bool) -> None:
         """`tf32`: products of float32 numbers may round them to TF32."""
         self.speed, self.n_sms = card.speed, card.gpu.n_sms
+        self.tensor_cores = self.speed.tflops if card.gpu.capability >= (7, 0) else ()
         self.tf32 = tf32
         self.is_compiled = is_compiled
 
@@ -74,7 +75,8 @@ class GpuTime:
 
     def _misalignment(self, work: Work) -> float:
         sides = *work.shape[1:], int(work.inner)
-        if work.dtype == "float32" or not any(side % 8 for side in sides):
+        on_tensor_cores = work.dtype != "float32" and work.dtype in self.tensor_cores
+        if not on_tensor_cores or not any(side % 8 for side in sides):
             return 1.0
         return UNALIGNED_COMPILED if self.is_compiled else UNALIGNED
 

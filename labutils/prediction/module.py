@@ -60,11 +60,15 @@ def traced_module(
         for tensor in (*model.parameters(), *model.buffers()):
             memo[id(tensor)] = _twin(tensor)
         twin = copy.deepcopy(model, memo)
+        updates = optimizer(twin.parameters())
+        # nothing was chosen: then torch takes lists on CUDA
+        chosen = updates.defaults.get("foreach", False), updates.defaults.get("fused")
+        log.optimizer_has_lists = chosen == (None, None)
         return trace_step(
             twin.train(),
             [tree_map_only(torch.Tensor, fake.from_tensor, without_data)],
             loss_fn,
-            optimizer(twin.parameters()),
+            updates,
             log,
             autocast=partial(autocast, precision, ON_CPU),
         )

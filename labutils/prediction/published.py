@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pandas as pd
 import yaml
 
+from labutils.config.card import Card, Speed
+from labutils.config.cards import CARDS
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
@@ -54,13 +57,22 @@ def predicted_ms(ledger: TimeLedger, what: str, n_micro_batches: int) -> float:
     return ledger.step_ms / (n_micro_batches if what == "micro-step" else 1)
 
 
-def scored() -> pd.DataFrame:
-    """Return each published row beside its prediction."""
+def datasheet_only(card: Card) -> Card:
+    """Return a card that reaches its datasheet's peaks: what a plain roofline assumes."""
+    speed = card.speed
+    ideal = Speed(speed.tflops, speed.gb_per_s, speed.tflops, elements=1.0, rows=1.0)
+    return replace(card, speed=ideal)
+
+
+def scored(rows: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return published rows, all if none are given, beside their predictions and a roofline's."""
     found = []
-    for row in published().itertuples():
+    for row in (published() if rows is None else rows).itertuples():
         config = config_of_row(row.config)
         ledger = predict_time(config, row.card)
         ms = predicted_ms(ledger, row.what, config.grad_accum_steps)
+        roofline = predict_time(config, datasheet_only(CARDS[row.card]))
+        roofline_ms = predicted_ms(roofline, row.what, config.grad_accum_steps)
         band = ledger.high_ms / ledger.step_ms - 1
         error = ms / row.ms - 1
         found.append(
@@ -71,6 +83,7 @@ def scored() -> pd.DataFrame:
                 "published ms": row.ms,
                 "predicted ms": round(ms, 1),
                 "error %": round(100 * error),
+                "roofline error %": round(100 * (roofline_ms / row.ms - 1)),
                 "band %": round(100 * band),
                 "inside": row.ms >= ms * (1 - band) and row.ms <= ms * (1 + band),
             }

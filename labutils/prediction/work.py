@@ -117,7 +117,7 @@ def work_of(
         n_bytes=sum(n for _, n in reads) + sum(n for _, n in writes),
         dtype=str(inputs[-1].dtype).removeprefix("torch.") if inputs else "float32",
         is_backward="backward" in name,
-        calls=-(-_longest_list(args) // TENSORS_PER_LAUNCH),
+        calls=1 + _longest_list(args) / TENSORS_PER_LAUNCH,
         reads=reads,
         writes=writes,
     )
@@ -135,8 +135,8 @@ def work_of(
 
 
 def _longest_list(args: tuple) -> int:
-    """Return the length of the longest list of tensors, 1 if there is none."""
-    longest = 1
+    """Return the length of the longest list of tensors, 0 if there is none."""
+    longest = 0
     for argument in args:
         if isinstance(argument, (list, tuple)):
             longest = max(longest, sum(isinstance(one, torch.Tensor) for one in argument))

@@ -103,11 +103,21 @@ def _add_predictions(add: Add) -> None:
     predict = add(
         "predict",
         commands_predict.predict,
-        "predict the peak memory of an experiment on a GPU, without one",
+        "predict the memory and the time of an experiment on a GPU, without one",
     )
     predict.add_argument("config", help=CONFIG)
     _add_overrides(predict)
-    predict.add_argument("--device", choices=DEVICES, default="a100", help="(a100)")
+    where = predict.add_mutually_exclusive_group()
+    where.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="a100",
+        metavar="CARD",
+        help=f"one of {', '.join(DEVICES)} (a100)",
+    )
+    where.add_argument(
+        "--card", type=Path, metavar="FILE", help="a card of your own, a YAML file of its datasheet"
+    )
     predict.add_argument(
         "--gpu-memory-gib", type=_gib, metavar="GIB", help="the card's memory, if not the device's"
     )
@@ -144,7 +154,12 @@ def _add_config_files(add: Add) -> None:
 
 def _add_course(add: Add) -> None:
     doctor = "say what this machine can train, and what is wrong with its set-up"
-    add("doctor", commands.doctor, doctor)
+    look = add("doctor", commands.doctor, doctor)
+    look.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure single operations here, in under a minute: what times are predicted from",
+    )
 
     labs = add("labs", commands.labs, "execute the notebooks on this machine; results go to runs/")
     labs.add_argument("notebook", nargs="*", help="some of them only")

@@ -8,12 +8,19 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from labutils.config import reader
 from labutils.config.reader import find_config, load_config, parse_overrides
 from labutils.config.schema import NAME_PATTERN, Config, ConfigError
 from labutils.files import REPO_DIR, require_room, runs_dir, write_atomically
+
+if TYPE_CHECKING:
+    import torch
+
+    from labutils.prediction.calibrate_cpu import Measured
 
 
 def check(options: argparse.Namespace) -> int:
@@ -114,7 +121,7 @@ def _exists(path: Path | str) -> int:
     return 1
 
 
-def doctor(_: argparse.Namespace) -> int:
+def doctor(options: argparse.Namespace) -> int:
     """Print what this machine is and which precisions it has; 1 if it has a GPU it cannot use."""
     import torch
 
@@ -139,7 +146,34 @@ def doctor(_: argparse.Namespace) -> int:
         print("\nNo NVIDIA GPU found. Everything runs on the CPU, with smaller sizes. ", end="")
         print(f"torch: {torch.__version__}")
     require_room()
+    if options.calibrate:
+        _calibrate(device)
     return 1 if problem else 0
+
+
+def _calibrate(device: torch.device) -> None:
+    """Measure this machine and print what large operations reach."""
+    from labutils.prediction.calibrate import calibrate_cpu, calibrate_gpu
+
+    print(f"\nmeasuring {device.type} operations …")
+    if device.type == "cuda":
+        speed = calibrate_gpu(device)
+        for kind, tflops in speed.reached.items():
+            print(f"{kind:15s} products {tflops:.1f} TFLOP/s")
+        print(f"{'memory':15s} {speed.gb_per_s:.0f} GB/s, norms {100 * speed.rows:.0f} % of that")
+        return
+    rates = calibrate_cpu()
+    for kind, products in rates.products.items():
+        gflops = max(work / seconds for work, seconds in _points(products)) / 1e9
+        print(f"{kind:15s} products up to {gflops:.0f} GFLOP/s")
+    for kind, calls in rates.kinds.items():
+        low, *_, high = (work / seconds / 1e9 for work, seconds in _points(calls))
+        print(f"{kind:22s} {low:.1f} GB/s for small tensors, {high:.1f} for the largest")
+    print(f"{'a call':22s} {1e6 * rates.call_seconds:.0f} µs besides what it computes")
+
+
+def _points(measured: Measured) -> Iterator[tuple[float, float]]:
+    return zip(measured.work, measured.seconds, strict=True)
 
 
 def labs(options: argparse.Namespace) -> int:

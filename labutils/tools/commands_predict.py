@@ -7,164 +7,77 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from labutils.config.card import CONTEXT_GIB
+from labutils.config.card import CONTEXT_GIB, Card
 from labutils.config.reader import find_config, load_config, parse_overrides
 from labutils.config.schema import Config
+from labutils.tools.predicted_text import Answer, facts_of, text_of
 
 if TYPE_CHECKING:
-    from labutils.memory.ledger import MemoryLedger
-    from labutils.prediction.fit import Plan
-
-ALLOCATOR_KEYS = (
-    "reserved_bytes",
-    "reserved_expandable_bytes",
-    "needed_bytes",
-    "needed_expandable_bytes",
-)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What is predicted for a config on a device, and whether it fits a budget, if there is one."""
-
-    config: Config
-    device: str
-    ledger: MemoryLedger
-    needed_gib: float
-    budget_gib: float | None
-    plan: Plan | None  # changes with which it fits, or comes nearest; None if it fits as it is
-
-    @property
-    def fits(self) -> bool:
-        """Whether the config fits as it is."""
-        return self.budget_gib is None or self.needed_gib <= self.budget_gib
+    from labutils.prediction.time import TimeLedger
 
 
 def predict(options: argparse.Namespace) -> int:
-    """Print the predicted memory of a config, and the changes that make it fit."""
+    """Print the predicted memory and time of a config, and the changes that make it fit."""
     config = load_config(options.config, **parse_overrides(options.pairs))
     from labutils.config.card import PrecisionUnsupported
 
     try:
-        answer = _answer(config, options.device, options.gpu_memory_gib)
+        card = _card(options)
+        answer = _answer(config, card, options.gpu_memory_gib)
     except (PrecisionUnsupported, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(_facts(answer), indent=1) if options.json else _text(answer))
+    print(json.dumps(facts_of(answer), indent=1) if options.json else text_of(answer))
     return 0
 
 
-def _answer(config: Config, device: str, budget_gib: float | None) -> Answer:
+def _card(options: argparse.Namespace) -> Card:
+    """Return the card that is meant: a file's, or one by name."""
+    if options.card:
+        from labutils.config.card_file import load_card
+
+        return load_card(options.card)
     from labutils.machine.here import card_of
+
+    return card_of(options.device)
+
+
+def _answer(config: Config, card: Card, budget_gib: float | None) -> Answer:
     from labutils.prediction.fit import fit
     from labutils.prediction.memory import needed_gib, predict_memory
+    from labutils.prediction.time import predict_time
 
-    ledger = predict_memory(config, device)
-    if budget_gib is None and device != "cpu":
-        budget_gib = card_of(device).memory_gib
+    ledger = predict_memory(config, card)
+    if budget_gib is None and card.gpu:
+        budget_gib = card.memory_gib
         if config.memory_limit_gib:  # the limit leaves the context out
             budget_gib = config.memory_limit_gib + CONTEXT_GIB
-    needed = needed_gib(ledger, device)
+    needed = needed_gib(ledger, card)
+    time = predict_time(config, card)
     plan = None
     if budget_gib is not None and needed > budget_gib:
-        plan = fit(config, budget_gib, device)
-    return Answer(config, device, ledger, needed, budget_gib, plan)
+        plan = fit(config, budget_gib, card)
+    return Answer(config, card, ledger, time, needed, budget_gib, _note(config, card, time), plan)
 
 
-def _facts(answer: Answer) -> dict[str, Any]:
-    """Return what `--json` prints."""
-    ledger = answer.ledger
-    facts = {
-        "peak_bytes": ledger.peak_bytes,
-        "peak_phase": ledger.peak_phase,
-        "categories": ledger.categories,
-        "phases": ledger.phases,
-        "method": ledger.method,
-        "device": answer.device,
-        "fits": answer.fits,
-        "needed_gib": answer.needed_gib,
-        "budget_gib": answer.budget_gib,
-    }
-    for key in ALLOCATOR_KEYS:
-        facts[key] = getattr(ledger, key)
-    if answer.plan:
-        facts["fit"] = {
-            "fits": answer.plan.fits(answer.budget_gib),
-            "changes": answer.plan.changes,
-            "costs": answer.plan.costs,
-            "time_cost": answer.plan.time_cost,
-            "needed_gib": answer.plan.needed_gib,
-        }
-    return facts
+def _note(config: Config, card: Card, time: TimeLedger) -> str:
+    """Return what happens where the card lacks the precision; empty if it does not."""
+    from labutils.config.choices import WITHOUT_BF16
+    from labutils.config.resolve import precision_on
+    from labutils.prediction.time import predict_time
 
-
-def _text(answer: Answer) -> str:
-    import pandas as pd
-
-    ledger = answer.ledger
-    table = pd.DataFrame(ledger.phases) / 2**20
-    table.loc["total"] = table.sum()
-    peak_gib = ledger.peak_bytes / 2**30
-    lines = [
-        f"{answer.config.name}: MiB allocated at each phase's peak, {ledger.method}",
-        table.round(1).to_string(),
-        f"\npeak {peak_gib:.2f} GiB allocated, in the {ledger.peak_phase} phase",
-    ]
-    if ledger.needed_bytes is not None:
-        lines.append(_allocator_text(ledger, answer.config.expandable_segments))
-    if answer.budget_gib is not None:
-        lines.append(_verdict(answer))
-    if answer.plan:
-        lines.append(_plan_text(answer.plan, answer.budget_gib))
-    return "\n".join(lines)
-
-
-def _allocator_text(ledger: MemoryLedger, expandable: bool) -> str:
-    """Return a table of what torch's allocator takes from the card for a predicted ledger."""
-    import pandas as pd
-
-    # A config with expandable segments never runs without them, so that figure is not predicted.
-    default = math.nan if expandable else ledger.needed_bytes
-    rows = {
-        "default": (ledger.reserved_bytes, default),
-        "expandable_segments": (ledger.reserved_expandable_bytes, ledger.needed_expandable_bytes),
-    }
-    table = pd.DataFrame(rows, index=["reserved in three steps", "smallest card"]).T / 2**30
+    precision = precision_on(config.precision, card)
+    if card.gpu is None or card.support(precision).ok:
+        return ""
+    instead = config.model_copy(update={"precision": WITHOUT_BF16.name})
+    times = time.step_ms / predict_time(instead, card).step_ms
     return (
-        "GiB that torch's allocator takes from the card, predicted by its rules.\n"
-        f"The smallest card has room for a CUDA context of {CONTEXT_GIB} GiB, which is assumed.\n"
-        f"{table.round(2).to_string(na_rep='not asked')}"
+        f"{card.name} has no hardware for {precision}, which would be emulated. "
+        f"A step takes {times:.1f} times as long as in {WITHOUT_BF16.name}"
     )
-
-
-def _verdict(answer: Answer) -> str:
-    if answer.ledger.needed_bytes is not None:
-        reason = f"the smallest card has {answer.needed_gib:.2f} GiB"
-    else:
-        reason = f"it needs {answer.needed_gib:.2f} GiB, with a tenth for what no tensor can use"
-        if answer.device != "cpu":
-            reason += f" and {CONTEXT_GIB} for the CUDA context"
-    verdict = "fits" if answer.fits else "does NOT fit"
-    return f"{verdict} {answer.budget_gib:g} GiB: {reason}"
-
-
-def _plan_text(plan: Plan, budget_gib: float) -> str:
-    if plan.fits(budget_gib):
-        percent = f"{100 * plan.time_cost:.0f} %"
-        lines = [
-            f"It fits in {plan.needed_gib:.2f} GiB, with about {percent} more time a step "
-            "(predicted), if you change:"
-        ]
-    else:
-        lines = [f"No known change makes it fit; the smallest needs {plan.needed_gib:.2f} GiB:"]
-    for cost in plan.costs:
-        lines.append(f"  {cost}")
-    return "\n".join(lines)
 
 
 def advise(options: argparse.Namespace) -> int:

@@ -376,8 +376,19 @@ def test_gradients_stay_alive_between_micro_batches():
 def test_memory_efficient_attention_where_there_is_no_flash():
     config = lab.load_config("fp16", seq_len=512, micro_batch_size=4, tokens_per_step=2048)
     assert predict_memory(config, "t4").peak_bytes > 0
-    with pytest.raises(PrecisionUnsupported, match="bf16 cannot run on t4"):
-        predict_memory(lab.load_config("bf16"), "t4")
+    with pytest.raises(PrecisionUnsupported, match="tf32 cannot run on t4"):
+        predict_memory(lab.load_config("tf32"), "t4")
+
+
+def test_emulated_bf16_has_no_fused_attention():
+    """It is predicted for a card that is elsewhere: the (T, T) matrices of attention are kept."""
+    shape = {"seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048, "dropout": 0.0}
+    emulated, fused = (predict_memory(lab.load_config(p, **shape), "t4") for p in ("bf16", "fp16"))
+    matrices = 12 * 4 * 12 * 512 * 512 * 2
+    assert emulated.peak_bytes > fused.peak_bytes + matrices
+    here = replace(CARDS["t4"], is_here=True)
+    with pytest.raises(PrecisionUnsupported, match="bf16 cannot run here"):
+        predict_memory(lab.load_config("bf16"), here)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
@@ -440,18 +451,14 @@ def test_predict_command(capsys):
     nano = ["predict", "fp32", "--set", "model=gpt2-nano", "--set", "activation=gelu_tanh"]
     assert main([*nano, "--gpu-memory-gib", "0.6"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "does NOT fit 0.6 GiB" in printed
-        and "more time a step (predicted)" in printed
-        and "costs" in printed
-    )
+    assert "does NOT fit 0.6 GiB" in printed and "both predicted" in printed and "costs" in printed
     assert main([*nano, "--set", "memory_limit_gib=0.1"]) == 0
     assert "0.6 GiB" in capsys.readouterr().out  # the limit leaves the context out
     for nonsense in ("0", "-1", "nan", "inf", "much"):
         with pytest.raises(SystemExit):
             main([*nano, "--gpu-memory-gib", nonsense])
     capsys.readouterr()
-    assert main(["predict", "bf16", "--device", "t4"]) == 1
+    assert main(["predict", "tf32", "--device", "t4"]) == 1
     assert "use fp16" in capsys.readouterr().err
     assert main(["predict", "fp32", "--set", "steps=0"]) == 1
     assert main(["predict", "fp32", "--set", "attention=flash"]) == 1

@@ -1,0 +1,293 @@
+"""The time ledger: what it counts, its bands, and how near it comes to what others measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import labutils as lab
+from labutils.config.cards import CARDS
+from labutils.config.choices import MODELS
+from labutils.prediction import published
+from labutils.prediction.calibrate_cpu import Measured
+from labutils.prediction.gpu_time import KERNEL_SECONDS, UNALIGNED, GpuTime
+from labutils.prediction.module import traced_module
+from labutils.prediction.time import LAUNCHES, MEMORY, PRODUCTS, predict_time
+from labutils.prediction.traces import Traces, _traced
+from labutils.prediction.work import PRODUCT, Work
+from labutils.techniques.loss import lm_loss_sum
+from labutils.tools.cli import main
+
+GPT2 = {"dropout": 0.0, "max_grad_norm": 0.0}
+
+
+def works_of(trace, phase=None):
+    for segment in trace.segments:
+        for event in segment.events:
+            if event.work and phase in (None, segment.phase):
+                yield event.work
+
+
+def trace_of(model, batch, loss_fn, card="a100"):
+    adamw = torch.optim.AdamW
+    return traced_module(model, batch, loss_fn, adamw, "fp32", CARDS[card])
+
+
+def test_flops_are_those_that_torch_counts_in_a_real_step():
+    config = lab.load_config("fp32", **GPT2, attention="math").on("cpu")
+    model = lab.build_model(config.model, dropout=0.0, attention="math")
+    ids = torch.randint(0, 2048, (config.micro_batch_size, config.seq_len))
+    with FlopCounterMode(display=False) as counter:
+        lm_loss_sum(model, {"input_ids": ids, "labels": ids}).backward()
+    trace = Traces(config, None).at(config.micro_batch_size, 1)
+    assert sum(work.flops for work in works_of(trace)) == counter.get_total_flops()
+
+
+def test_an_operation_reads_and_writes_each_tensor_once_and_a_view_nothing():
+    x = torch.zeros(4, 1024)
+    trace = trace_of(nn.Linear(1024, 8), x, lambda model, x: (model(x + x).t() * 2).sum())
+    n_bytes = [work.n_bytes for work in works_of(trace)]
+    out = 4 * 4 * 8
+    assert n_bytes[:5] == [
+        2 * x.nbytes,  # the batch is moved to the card
+        2 * x.nbytes,  # x is read once, though it is both operands
+        x.nbytes + 4 * (1024 * 8 + 8) + out,  # the product, with its bias
+        2 * out,  # nothing for the view
+        out + 4,
+    ]
+
+
+def test_a_fused_chain_reads_what_comes_from_outside_and_writes_what_is_needed():
+    def loss(model, x):
+        return model[1](torch.tanh(model[0](x)) * 2 + 1).sum()
+
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 8, bias=False))
+    trace = trace_of(model, torch.zeros(512, 64), loss)
+    wide = 4 * 512 * 256
+    chain = [work for work in works_of(trace, "forward") if work.n_bytes == 2 * wide]
+    assert len(chain) == 3
+    assert sum(work.n_bytes for work in chain) == 6 * wide
+    assert sum(work.fused_bytes for work in chain) == 2 * wide
+    assert sum(work.fused_calls for work in chain) == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": "block"}, {"dropout": 0.0}])
+def test_few_layers_and_sequences_tell_the_work_of_all(changes):
+    config = lab.load_config("bf16", micro_batch_size=8, **changes)
+    traces = Traces(config, CARDS["a100"].gpu)
+    few = list(works_of(traces.at(8, 1)))
+    model = config.model_copy(update={"name": "x", "tokens_per_step": config.seq_len})
+    model = model.model_copy(update={"micro_batch_size": 1})
+    n_layer = MODELS[config.model].n_layer
+    whole = _traced(model.model_dump_json(), CARDS["a100"].gpu, 8, 1, False, n_layer)
+    for name in ("flops", "n_bytes", "fused_bytes", "calls"):
+        expected = sum(getattr(work, name) for work in works_of(whole))
+        assert sum(getattr(work, name) for work in few) == pytest.approx(expected, rel=1e-9)
+
+
+def product(rows, columns, inner, dtype="bfloat16", batch=1):
+    flops = 2 * batch * rows * columns * inner
+    return Work(PRODUCT, 0, dtype, flops, (batch, rows, columns))
+
+
+def seconds(work, card="a100", **how):
+    return GpuTime(CARDS[card], **({"tf32": False, "is_compiled": False} | how)).seconds(work)
+
+
+def test_a_product_takes_whole_waves_of_tiles():
+    one_wave = seconds(product(128 * 108, 128, 4096))  # 108 multiprocessors
+    a_tile_more = seconds(product(128 * 109, 128, 4096))
+    two_waves = seconds(product(128 * 216, 128, 4096))
+    assert one_wave < 0.7 * a_tile_more
+    assert two_waves - KERNEL_SECONDS == pytest.approx(2 * (one_wave - KERNEL_SECONDS))
+
+
+def test_a_side_that_eight_does_not_divide_costs_tensor_cores_their_rate():
+    aligned, not_aligned = product(2**14, 50304, 768), product(2**14, 50257, 768)
+    ratio = seconds(not_aligned) / seconds(aligned)
+    assert ratio == pytest.approx(UNALIGNED, rel=0.02)
+    assert seconds(replace(not_aligned, dtype="float32")) / seconds(
+        replace(aligned, dtype="float32")
+    ) == pytest.approx(1, rel=0.02)
+    emulated = replace(not_aligned), replace(aligned)  # a T4 has no tensor cores for BF16
+    assert seconds(emulated[0], "t4") / seconds(emulated[1], "t4") == pytest.approx(1, rel=0.02)
+
+
+def test_bytes_take_their_time_where_they_are_more_than_the_arithmetic():
+    work = Work("elementwise", n_bytes=10**9)
+    speed = CARDS["a100"].speed
+    assert seconds(work) == pytest.approx(1 / (speed.elements * speed.gb_per_s) + 3e-6)
+
+
+def test_the_ladder_of_an_a100_has_the_right_signs():
+    ladder = [row for row in published.published().itertuples() if row.id.startswith("K")]
+    predicted = [predict_time(published.config_of_row(row.config), row.card) for row in ladder]
+    steps = [ledger.step_ms for ledger in predicted]
+    assert steps == sorted(steps, reverse=True)
+    assert [row.ms for row in ladder] == sorted((row.ms for row in ladder), reverse=True)
+
+
+def test_shares_phases_and_band_belong_to_the_step():
+    ledger = predict_time(lab.load_config("fp16"), "t4")
+    assert sum(ledger.shares.values()) == pytest.approx(1)
+    assert sum(ledger.phases_ms.values()) == pytest.approx(ledger.step_ms, rel=0.02)
+    assert ledger.low_ms == pytest.approx(0.8 * ledger.step_ms)
+    assert ledger.tokens_per_s == pytest.approx(4096e3 / ledger.step_ms)
+    fp32 = predict_time(lab.load_config("fp32"), "t4")
+    assert 2 < fp32.step_ms / ledger.step_ms < 65 / 8.1
+    assert fp32.shares[PRODUCTS] > ledger.shares[PRODUCTS]
+    assert fp32.shares[MEMORY] < ledger.shares[MEMORY]
+
+
+@pytest.mark.parametrize(
+    ("card", "changes", "band"),
+    [
+        ("a100", {}, 0.2),
+        ("a100", {"compile": "default"}, 0.3),
+        ("rtx4060", {}, 0.5),
+        ("a100", {"micro_batch_size": 1, "tokens_per_step": 512}, 0.5),
+    ],
+)
+def test_the_band_is_as_wide_as_what_is_not_known(card, changes, band):
+    ledger = predict_time(lab.load_config("bf16", **changes), card)
+    assert ledger.high_ms / ledger.step_ms - 1 == pytest.approx(band)
+    assert 1 - ledger.low_ms / ledger.step_ms == pytest.approx(band)
+
+
+def test_a_small_model_on_a_fast_card_waits_for_its_host():
+    small = lab.load_config("bf16", model="gpt2-nano", seq_len=64, tokens_per_step=256)
+    ledger = predict_time(small, "h100")
+    assert ledger.launch_bound
+    assert ledger.shares[LAUNCHES] > 0.5
+    assert not predict_time(lab.load_config("fp32"), "t4").launch_bound
+
+
+def test_accumulation_repeats_micro_batches_and_not_the_update():
+    one = predict_time(lab.load_config("fp32", tokens_per_step=2048), "a100")
+    four = predict_time(lab.load_config("fp32", tokens_per_step=4 * 2048), "a100")
+    assert 3.5 * one.step_ms < four.step_ms < 4.1 * one.step_ms
+    assert four.phases_ms["optimizer"] == pytest.approx(one.phases_ms["optimizer"], rel=0.1)
+
+
+def test_recomputation_costs_time_and_a_compiled_step_saves_some():
+    times = {}
+    for name, changes in {
+        "none": {},
+        "block": {"gradient_checkpointing": "block"},
+        "compiled": {"compile": "default"},
+    }.items():
+        config = lab.load_config("bf16", **changes)
+        times[name] = predict_time(config, "a100").step_ms
+    assert 1.15 < times["block"] / times["none"] < 1.4
+    assert times["compiled"] < 0.8 * times["none"]
+
+
+def test_published_rows_are_within_the_promised_error():
+    rows = published.published()
+    chosen = rows[
+        rows.id.isin(["K1", "K5", "N1", "G1-4", "S-t4-f4", "S-v100-pcie-f4", "S-h100-t4"])
+    ]
+    table = published.scored(chosen)
+    assert table["error %"].abs().median() <= 15
+    assert table["inside"].mean() >= 0.8
+
+
+@pytest.mark.slow
+def test_all_published_rows_are_within_the_promised_error_and_beat_a_roofline():
+    table = published.scored()
+    assert table["error %"].abs().median() <= 15
+    assert table["inside"].mean() >= 0.8
+    is_neusight = table.id.str.startswith("S-")
+    ours = table[is_neusight]["error %"].abs().median()
+    assert ours < table[is_neusight]["roofline error %"].abs().median()
+
+
+def test_an_optimizer_that_goes_through_lists_on_cuda_launches_few_kernels():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
+    trace = trace_of(model, torch.zeros(2, 8), lambda model, x: model(x).sum())
+    operations = list(works_of(trace, "optimizer"))
+    assert len(operations) > 60 * 8
+    assert sum(work.calls for work in operations) < len(operations) / 20
+
+
+def test_any_module_has_a_time():
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 8))
+    batch = torch.zeros(4096, 256), torch.zeros(4096, dtype=torch.int64)
+    ledger = lab.predict_module_time(
+        model,
+        batch,
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        torch.optim.AdamW,
+        precision="fp32",
+        device="t4",
+        n_tokens=4096,
+    )
+    products = 6 * 4096 * (256 * 1024 + 1024 * 8)
+    inputs_need_no_gradient = 2 * 4096 * 256 * 1024
+    counted = 1e9 * ledger.operations[PRODUCT]["gflop"]
+    assert counted == products - inputs_need_no_gradient
+    assert ledger.step_ms > 0
+
+
+def test_a_measured_rate_is_interpolated_and_kept_beyond_the_ends():
+    measured = Measured(work=[100.0, 10000.0], seconds=[1.0, 10.0])
+    assert measured.at(10.0) == pytest.approx(0.1)
+    assert measured.at(1000.0) == pytest.approx(1000 / 550)
+    assert measured.at(10**6) == pytest.approx(1000)
+    assert measured.at(0) == 0
+
+
+def test_this_cpu_is_measured_once_and_read_again(tmp_path, monkeypatch):
+    from labutils.prediction import calibrate
+
+    monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path))
+    calls = []
+    quick = calibrate.measure_cpu
+
+    def counted(name):
+        calls.append(name)
+        return quick(name)
+
+    monkeypatch.setattr(calibrate, "measure_cpu", counted)
+    calibrate.calibrate_cpu()
+    calibrate._cpu_rates.cache_clear()
+    ledger = predict_time(lab.load_config("fp32"), "cpu")
+    calibrate._cpu_rates.cache_clear()
+    assert len(calls) == 1
+    assert ledger.shares[PRODUCTS] > 0.05
+    assert ledger.method == "predicted for cpu"
+    (file,) = (tmp_path / "calibration").glob("*.json")
+    assert json.loads(file.read_text())["device"] == calls[0]
+
+
+def test_measuring_a_cpu_changes_no_random_number():
+    from labutils.prediction.calibrate_cpu import measure_cpu
+
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    measure_cpu()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_command_prints_time_beside_bytes(capsys):
+    assert main(["predict", "fp32", "--device", "t4", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["low_ms"] < facts["step_ms"] < facts["high_ms"]
+    assert set(facts["shares"]) == {PRODUCTS, "attention", MEMORY, LAUNCHES}
+    assert facts["launch_bound"] is False
+    assert facts["operations"]["product"]["gflop"] > 1000
+    assert main(["predict", "fp32", "--device", "t4"]) == 0
+    assert "tokens per second" in capsys.readouterr().out
+
+
+def test_a_precision_that_a_card_lacks_is_said_and_predicted(capsys):
+    assert main(["predict", "bf16", "--device", "t4"]) == 0
+    said = capsys.readouterr().out
+    assert "t4 has no hardware for bf16, which would be emulated" in said
+    assert main(["predict", "tf32", "--device", "t4"]) == 1
+    assert "use fp16" in capsys.readouterr().err
