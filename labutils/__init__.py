@@ -53,6 +53,7 @@ _NAMES = {
     "prediction.fit": ("fit",),
     "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory"),
     "prediction.module": ("predict_module",),
+    "prediction.published": ("published",),
     "prediction.sizes": ("fitting", "largest_micro_batch", "shape_that_fits", "size_that_fits"),
     "prediction.time": ("predict_module_time", "predict_time"),
     "session": ("explain_in_notebooks", "setup"),

@@ -37,6 +37,7 @@ from labutils.prediction.memory import BatchSizes as BatchSizes
 from labutils.prediction.memory import needed_gib as needed_gib
 from labutils.prediction.memory import predict_memory as predict_memory
 from labutils.prediction.module import predict_module as predict_module
+from labutils.prediction.published import published as published
 from labutils.prediction.sizes import fitting as fitting
 from labutils.prediction.sizes import largest_micro_batch as largest_micro_batch
 from labutils.prediction.sizes import shape_that_fits as shape_that_fits

@@ -131,7 +131,10 @@ def main(commit: str) -> int:
                 ["git", "-C", str(here), "worktree", "remove", "--force", str(old)], check=True
             )
         after = answers_of(here, folder / "after")
-    different = [text for text in before if before[text] != after.get(text)]
+    for text, then in before.items():  # keys may be added
+        now = after.get(text, {})
+        after[text] = {key: value for key, value in now.items() if key in then}
+    different = [text for text in before if before[text] != after[text]]
     for text in different:
         print(f"DIFFERS: {text}")
         then, now = before[text], after.get(text, {})

@@ -20,7 +20,7 @@ from labutils.machine.here import card_of
 from labutils.memory import device_memory as memory
 from labutils.memory.device_memory import cap_to_free, cuda_memory
 from labutils.memory.tensors import tensor_bytes
-from labutils.prediction import replay
+from labutils.prediction import calibrate, replay
 from labutils.techniques import precision
 from labutils.techniques.schedule import learning_rate_at
 from labutils.tools.bench.allocator_configs import BLOCK, CHUNKS, LEAN
@@ -515,3 +515,17 @@ def test_notebooks_take_smaller_micro_batches_on_a_full_card(monkeypatch):
         tight.micro_batch_size < plain.micro_batch_size
         and tight.tokens_per_step == plain.tokens_per_step
     )
+
+
+def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
+    """Only that it runs and is kept: how near it comes is seen on a card."""
+    speed = calibrate.calibrate_gpu(CUDA)
+    kinds = {"float32", "float16", "bfloat16"}
+    kinds |= {"TF32"} if torch.cuda.get_device_capability() >= (8, 0) else set()
+    assert set(speed.reached) == kinds and all(rate > 0 for rate in speed.reached.values())
+    assert speed.gb_per_s > 0 and speed.rows > 0 and min(speed.flash) > 0
+    monkeypatch.setattr(calibrate, "measure_gpu", lambda device: pytest.fail("measured again"))
+    assert calibrate.gpu_speed(CUDA) == speed
+    ledger = lab.predict_time(lab.load_config("fp32", **SMALL), CUDA)
+    assert ledger.step_ms > 0
+    assert main(["predict", "fp32", "--device", "this"]) == 0

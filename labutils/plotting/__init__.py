@@ -8,6 +8,7 @@ from __future__ import annotations
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import curves, heat_map, rates, reconcile
+from labutils.plotting.predicted_time import predicted_times
 from labutils.plotting.runs import four_panels, loss_scale, losses, peaks, step_times, throughput
 from labutils.plotting.style import (
     BLACK,
@@ -45,6 +46,7 @@ __all__ = [
     "loss_scale",
     "losses",
     "peaks",
+    "predicted_times",
     "ranges",
     "rates",
     "reconcile",

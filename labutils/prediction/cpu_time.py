@@ -30,6 +30,6 @@ class CpuTime:
             return rates.batched.at(work.flops)
         if work.kind in ATTENTION_KINDS:
             return rates.attention.at(work.flops)
-        n_bytes = work.fused_bytes if self.is_compiled else work.n_bytes
-        kind = ELEMENTS if self.is_compiled else work.kind
-        return rates.kinds[kind].at(n_bytes)
+        # a compiler spares traffic; what takes time for its arithmetic goes on taking it
+        is_fused = self.is_compiled and work.kind == ELEMENTS
+        return rates.kinds[work.kind].at(work.fused_bytes if is_fused else work.n_bytes)

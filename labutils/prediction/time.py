@@ -208,6 +208,8 @@ class Clock:
         )
 
     def _band(self, card: Card, is_bound: bool, is_small: bool) -> tuple[float, str]:
+        if self.is_cpu and self.is_compiled:
+            return WIDE_BAND, "compiled on a CPU: only eager operations were measured here"
         if self.is_cpu:
             return CPU_BAND, "from operations measured on this CPU"
         if not card.speed.is_calibrated:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from labutils.config.card import CONTEXT_GIB, Card
 from labutils.config.reader import find_config, load_config, parse_overrides
-from labutils.config.schema import Config
+from labutils.config.schema import Config, ConfigError
 from labutils.tools.predicted_text import Answer, facts_of, text_of
 
 if TYPE_CHECKING:
@@ -72,12 +73,12 @@ def _note(config: Config, card: Card, time: TimeLedger) -> str:
     precision = precision_on(config.precision, card)
     if card.gpu is None or card.support(precision).ok:
         return ""
+    note = f"{card.name} has no hardware for {precision}, which would be emulated"
     instead = config.model_copy(update={"precision": WITHOUT_BF16.name})
-    times = time.step_ms / predict_time(instead, card).step_ms
-    return (
-        f"{card.name} has no hardware for {precision}, which would be emulated. "
-        f"A step takes {times:.1f} times as long as in {WITHOUT_BF16.name}"
-    )
+    with suppress(ConfigError):  # it may ask for what FP16 cannot do
+        times = time.step_ms / predict_time(instead, card).step_ms
+        note += f". A step takes {times:.1f} times as long as in {WITHOUT_BF16.name}"
+    return note
 
 
 def advise(options: argparse.Namespace) -> int:

@@ -289,5 +289,8 @@ def test_a_precision_that_a_card_lacks_is_said_and_predicted(capsys):
     assert main(["predict", "bf16", "--device", "t4"]) == 0
     said = capsys.readouterr().out
     assert "t4 has no hardware for bf16, which would be emulated" in said
+    assert "times as long as in fp16" in said
+    assert main(["predict", "xl", "--device", "t4"]) == 0  # which FP16 could not run
+    assert "no hardware for pure_bf16" in capsys.readouterr().out
     assert main(["predict", "tf32", "--device", "t4"]) == 1
     assert "use fp16" in capsys.readouterr().err

@@ -92,9 +92,11 @@ def table(rows: Sequence[Row]) -> pd.DataFrame:
 
 def _measured(row: Row) -> dict[str, str]:
     reserved_bytes = row.facts.get("reserved_bytes")  # on CUDA
+    predicted = row.facts.get("predicted_tokens_per_s")  # of the course's own loop
     return {
         "arm": row.name,
         "tokens/s": f"{statistics.median(row.tokens_per_s):,.0f}",
+        "predicted": f"{predicted:,.0f}" if predicted else "",
         "from": f"{min(row.tokens_per_s):,.0f}",
         "to": f"{max(row.tokens_per_s):,.0f}",
         "peak MiB": f"{row.facts['peak_bytes'] / MIB:,.1f}",

@@ -19,6 +19,7 @@ from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.machine.here import device_name, environment
 from labutils.prediction.memory import needed_gib, predict_memory
+from labutils.prediction.time import predict_time
 from labutils.tools.bench import scale
 from labutils.tools.bench.arms import COMPETITORS, LOOP_ABLATIONS, OURS
 from labutils.tools.bench.compare import run, save, table
@@ -63,6 +64,9 @@ def main(options: Namespace, overrides: dict[str, Any]) -> int:
     tokens = f"{config.micro_batch_size} × {config.seq_len} tokens a step"
     print(f"{device_name(device)}: {config.model}, {tokens}, {config.precision}; {how}")
     all_completed = run(rows, **how)
+    for row in rows:
+        if row.arm == OURS.name and row.facts:
+            row.facts["predicted_tokens_per_s"] = predict_time(row.config, device).tokens_per_s
     print(table(rows).to_string())
     if device.type == "cuda":
         print("Where CUDA graphs replay, the peak leaves out their pool: see the reserved bytes.")
