@@ -20,7 +20,7 @@ from labutils.machine.here import card_of
 from labutils.memory import device_memory as memory
 from labutils.memory.device_memory import cap_to_free, cuda_memory
 from labutils.memory.tensors import tensor_bytes
-from labutils.prediction import calibrate, replay
+from labutils.prediction import calibrate, calibrate_gpu, replay
 from labutils.techniques import precision
 from labutils.techniques.schedule import learning_rate_at
 from labutils.tools.bench.allocator_configs import BLOCK, CHUNKS, LEAN
@@ -519,6 +519,8 @@ def test_notebooks_take_smaller_micro_batches_on_a_full_card(monkeypatch):
 
 def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     """Only that it runs and is kept: how near it comes is seen on a card."""
+    monkeypatch.setattr(calibrate_gpu, "SIDE", 512)
+    monkeypatch.setattr(calibrate_gpu, "ELEMENTS", 2**20)
     speed = calibrate.calibrate_gpu(CUDA)
     kinds = {"float32", "float16", "bfloat16"}
     kinds |= {"TF32"} if torch.cuda.get_device_capability() >= (8, 0) else set()

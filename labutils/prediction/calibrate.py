@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 
 from labutils.config.card import Speed
 from labutils.files import runs_dir, write_atomically
@@ -49,7 +50,7 @@ def gpu_speed(device: torch.device) -> Speed:
 def _gpu_speed(name: str, folder: Path) -> Speed:
     path = _path(name, folder)
     if path.exists():
-        return Speed(**json.loads(path.read_text()))
+        return TypeAdapter(Speed).validate_json(path.read_text())
     return calibrate_gpu(torch.device("cuda"))
 
 

@@ -13,7 +13,7 @@ from labutils.machine.here import cuda_seconds
 from labutils.prediction.gpu_time import EFFICIENT_SHARES
 from labutils.techniques.precision import tf32
 
-SIDE, ELEMENTS = 4096, 2**28
+SIDE, ELEMENTS = 4096, 2**26
 
 
 def measure_gpu(device: torch.device) -> Speed:
