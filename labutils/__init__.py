@@ -34,6 +34,7 @@ _NAMES = {
     "config.reader": ("load_config",),
     "config.schema": ("Config", "ConfigError"),
     "files": ("REFERENCE_DIR",),
+    "guesses": ("answer", "guess", "scores"),
     "machine.here": ("card_of", "matmul_rate", "support"),
     "memory.cpu_recorder": ("peak_allocated",),
     "memory.device_memory": (
@@ -64,6 +65,7 @@ _NAMES = {
     "training.experiment": ("run_experiment",),
     "training.experiments": ("run_experiments",),
     "training.loop": ("to_device", "train"),
+    "training.paired": ("paired_difference",),
     "training.records": ("find_runs", "load_record", "reference_runs"),
     "training.speed": ("flops_per_token",),
     "workload.build": ("build",),

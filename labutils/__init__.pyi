@@ -9,6 +9,9 @@ from labutils.config.reader import load_config as load_config
 from labutils.config.schema import Config as Config
 from labutils.config.schema import ConfigError as ConfigError
 from labutils.files import REFERENCE_DIR as REFERENCE_DIR
+from labutils.guesses import answer as answer
+from labutils.guesses import guess as guess
+from labutils.guesses import scores as scores
 from labutils.machine.here import card_of as card_of
 from labutils.machine.here import matmul_rate as matmul_rate
 from labutils.machine.here import support as support
@@ -60,6 +63,7 @@ from labutils.training.experiment import run_experiment as run_experiment
 from labutils.training.experiments import run_experiments as run_experiments
 from labutils.training.loop import to_device as to_device
 from labutils.training.loop import train as train
+from labutils.training.paired import paired_difference as paired_difference
 from labutils.training.records import find_runs as find_runs
 from labutils.training.records import load_record as load_record
 from labutils.training.records import reference_runs as reference_runs

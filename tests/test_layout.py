@@ -27,6 +27,7 @@ FLOORS = [
     "training",
     "plotting",
     "session",
+    "guesses",
     "tools",
 ]
 ALONE = "checks"  # imports torch only

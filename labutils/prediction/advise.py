@@ -25,7 +25,7 @@ from labutils.prediction.memory import predict_memory
 from labutils.prediction.time import predict_time
 
 NOTHING = 0.005  # of the peak: less is called nothing
-FREE = 0.005  # of the step: a change that takes less time is free
+FREE = 0.02  # of the step: a change that takes less time is free
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _advice(
 
 def _order(advice: Advice) -> tuple[bool, float]:
     """Changes that take no time come first, most bytes first; then by bytes saved per ms lost."""
-    if advice.time_cost <= FREE:
+    if advice.time_cost <= FREE or advice.changes.keys() <= NO_COST_CHANGES.keys():
         return False, -advice.saved_bytes
     return True, -advice.saved_bytes / advice.added_ms
 

@@ -99,6 +99,8 @@ def costs(config: Config, changes: dict[str, Any], card: Card) -> tuple[str, ...
 
 
 def _cost(config: Config, changes: dict[str, Any], key: str, card: Card) -> str:
+    if key in NO_COST_CHANGES:
+        return f"nothing: {NO_COST_CHANGES[key][1]}"
     if key not in TIMED:
         return _reason(config, changes, key)
     base = config.model_copy(update={"precision": changes.get("precision", config.precision)})
@@ -116,15 +118,13 @@ def reasons(config: Config, changes: dict[str, Any]) -> str:
 
 def _reason(config: Config, changes: dict[str, Any], key: str) -> str:
     if key in NO_COST_CHANGES:
-        return f"nothing: {NO_COST_CHANGES[key][1]}"
+        return NO_COST_CHANGES[key][1]
     if key in COSTS_WITHOUT_FLOPS:
         return COSTS_WITHOUT_FLOPS[key]
     if key == "precision":
         if PRECISIONS[changes[key]].weights != "float32":
-            return (
-                "no time, but weights of 8 significant bits lose small updates: compare the losses"
-            )
-        return "no time; products are rounded to 16 bits"
+            return "weights of 8 significant bits lose small updates: compare the losses"
+        return "products are rounded to 16 bits"
     if key == "micro_batch_size":
         steps = config.model_copy(update=changes).grad_accum_steps
         return f"{steps} micro-batches, not {config.grad_accum_steps}"

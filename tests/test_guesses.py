@@ -1,0 +1,85 @@
+"""Guesses: taken before or after the result, scored at the end."""
+
+import pytest
+
+from labutils import guesses
+
+
+@pytest.fixture(autouse=True)
+def no_guesses(monkeypatch):
+    monkeypatch.setattr(guesses, "_guesses", {})
+
+
+def test_without_a_guess_nothing_is_printed_and_nothing_fails(capsys):
+    made = guesses.guess("peak", "peak in % of FP32")
+    assert not made and made.middle is None
+    guesses.answer("peak", 84.5, predicted=84.0)
+    assert capsys.readouterr().out == ""
+    row = guesses.scores().loc["peak in % of FP32"]
+    assert row["your guess"] == "" and row["made"] == "" and row["right"] == ""
+    assert row["measured"] == 84.5 and row["predicted / measured"] == pytest.approx(84.0 / 84.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "measured", "right"),
+    [
+        ({"value": 80}, 84.5, "yes"),
+        ({"value": 50}, 84.5, "no"),
+        ({"low": 50, "high": 90}, 84.5, "yes"),
+        ({"low": 50, "high": 60}, 84.5, "no"),
+    ],
+)
+def test_a_number_or_a_range_is_scored(given, measured, right, capsys):
+    guesses.guess("peak", "peak", **given)
+    guesses.answer("peak", measured)
+    row = guesses.scores().loc["peak"]
+    assert row["right"] == right and row["made"] == "before"
+    assert ("right" in capsys.readouterr().out) == (right == "yes")
+
+
+def test_a_guess_after_the_result_is_taken_and_said(capsys):
+    guesses.guess("peak", "peak")
+    guesses.answer("peak", 84.5)
+    made = guesses.guess("peak", "peak", 84)  # Run All, then filled in
+    assert not made.was_early
+    assert guesses.scores().loc["peak", "right"] == "yes"
+    guesses.answer("peak", 84.5)
+    assert "after the result" in capsys.readouterr().out
+    assert guesses.scores().loc["peak", "made"] == "after the result"
+
+
+def test_running_a_section_again_leaves_an_early_guess_early():
+    for _ in range(2):
+        made = guesses.guess("peak", "peak", low=80, high=90)
+        guesses.answer("peak", 84.5)
+    assert made.was_early
+    assert not guesses.guess("peak", "peak", low=84, high=85).was_early
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"value": "half"},
+        {"value": True},
+        {"value": float("nan")},
+        {"low": 1},
+        {"low": 3, "high": 2},
+        {"value": 1, "low": 0, "high": 2},
+    ],
+)
+def test_what_is_no_guess_is_refused_in_words(given):
+    with pytest.raises(ValueError, match="peak: "):
+        guesses.guess("peak", "peak", **given)
+
+
+def test_an_answer_to_nothing_names_what_there_is():
+    guesses.guess("peak", "peak")
+    with pytest.raises(ValueError, match="there are: peak"):
+        guesses.answer("paek", 1)
+
+
+def test_what_this_device_cannot_measure_has_no_score():
+    guesses.guess("speed", "speed", 2)
+    guesses.answer("speed", None, predicted=1.5)
+    row = guesses.scores().loc["speed"]
+    assert row["right"] == "" and row["guess / measured"] is None
