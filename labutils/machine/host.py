@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,13 @@ def free_host_bytes() -> int:
                 + int(stat.get("total_inactive_file" if is_v1 else "inactive_file", 0)),
             )
     return max(0, free)
+
+
+def in_notebook() -> bool:
+    """Return whether a Jupyter kernel runs this code."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and hasattr(shell, "kernel")
 
 
 def cpu_capability() -> str:

@@ -17,6 +17,7 @@ from labutils.config.schema import Config
 from labutils.files import new_id, require_room
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
+from labutils.machine.host import in_notebook
 from labutils.memory.device_memory import (
     expandable_segments,
     free_memory,
@@ -59,7 +60,8 @@ def run_experiment(
     in runs/, or begins if there is none; on a CPU its losses are bit-identical.
 
     Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out
-    of memory and Ctrl-C are outcomes in the record, and what was allocated is free again. Raises
+    of memory and Ctrl-C are outcomes in the record, and what was allocated is free again. In a
+    notebook KeyboardInterrupt is raised again when the record is saved. Raises
     OSError before training if runs/ cannot be written; should that fail after it, the record is
     returned all the same, and says so. Raises RecordError if a state is damaged, or belongs to
     another experiment of that name.
@@ -94,7 +96,10 @@ def run_experiment(
     record = _train_safely(config, run, device, data, saver, planned, progress)
     if distributed.rank():
         return record
-    return _save(record, saver, progress)
+    saved = _save(record, saver, progress)
+    if saved.outcome == "interrupted" and in_notebook():
+        raise KeyboardInterrupt(saved.reason)  # it stops this cell, and Run All
+    return saved
 
 
 def _train_safely(

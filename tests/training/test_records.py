@@ -164,7 +164,7 @@ def test_damaged_record_is_a_clear_error_and_hides_no_other(runs, content):
     bad.write_bytes(content)
     with pytest.raises(RecordError, match="is not a version 1 record"):
         load_record(bad)
-    records, damaged = lab.find_runs()
+    records, damaged = lab.lab.find_runs()
     assert [r.id for r in records] == [good.id]
     assert len(damaged) == 1
 
@@ -300,6 +300,18 @@ def test_ctrl_c_saves_a_partial_record(runs, monkeypatch):
     assert load_record(run.id).series.loss == run.series.loss
 
 
+def test_ctrl_c_in_a_notebook_saves_the_record_and_stops_run_all(runs, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "measure_step", interrupt)
+    monkeypatch.setattr(experiment, "in_notebook", lambda: True)
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        tiny_run()
+    (saved,) = lab.find_runs()
+    assert saved.outcome == "interrupted" and len(saved.series.loss) == 3
+
+
 def test_ctrl_c_after_training_loses_nothing(runs, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
@@ -316,7 +328,7 @@ def test_what_cannot_be_read_is_named_and_stops_nothing(runs, monkeypatch):
 
     path = record("fp32").save()
     monkeypatch.setattr(Path, "read_bytes", denied)
-    assert lab.find_runs() == ([], [f"{path.name} cannot be read: Permission denied"])
+    assert lab.lab.find_runs() == ([], [f"{path.name} cannot be read: Permission denied"])
 
 
 def test_files_in_a_shared_folder_can_be_read_by_others(runs):
