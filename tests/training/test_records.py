@@ -308,7 +308,7 @@ def test_ctrl_c_in_a_notebook_saves_the_record_and_stops_run_all(runs, monkeypat
     monkeypatch.setattr(experiment, "in_notebook", lambda: True)
     with pytest.raises(KeyboardInterrupt, match="stopped"):
         tiny_run()
-    (saved,) = lab.find_runs()
+    (saved,), _ = lab.find_runs()
     assert saved.outcome == "interrupted" and len(saved.series.loss) == 3
 
 
