@@ -1,4 +1,4 @@
-"""41 faults, planted one at a time in a copy of the package: the fast test named beside a fault
+"""50 faults, planted one at a time in a copy of the package: the fast test named beside a fault
 must fail there.
 
 A test that never fails proves nothing; here each is seen to fail. Faults around the step, planted as
@@ -227,7 +227,7 @@ FAULTS = [
         "prediction/test_memory.py::test_gradients_stay_alive_between_micro_batches",
     ),
     Fault(
-        "prediction.memory",
+        "prediction.module",
         "modules predicted without their dropout",
         "twin.train(),",
         "twin.eval(),",
@@ -274,6 +274,69 @@ FAULTS = [
         "            self.empty_cache()\n            block = self._new_block",
         "            block = self._new_block",
         "prediction/test_allocator.py::test_before_it_gives_up_it_returns_what_is_cached",
+    ),
+    Fault(
+        "prediction.gpu_time",
+        "waves of tiles not rounded up",
+        "waves = math.ceil(tiles / self.n_sms)",
+        "waves = tiles / self.n_sms",
+        "prediction/test_time.py::test_a_product_takes_whole_waves_of_tiles",
+    ),
+    Fault(
+        "prediction.gpu_time",
+        "arithmetic and bytes added up",
+        "return max(self._arithmetic(work), moved) + calls",
+        "return self._arithmetic(work) + 2 * moved + calls",
+        "prediction/test_time.py::test_bytes_take_their_time_where_they_are_more_than_the_arithmetic",
+    ),
+    Fault(
+        "prediction.time",
+        "the device never waits for its host",
+        "self.device = max(self.device, self.host) + seconds",
+        "self.device = self.device + seconds",
+        "prediction/test_time.py::test_a_small_model_on_a_fast_card_waits_for_its_host",
+    ),
+    Fault(
+        "prediction.time",
+        "micro-batches beyond those traced left out",
+        "(n_micro_batches - last - 1) * repeated",
+        "0 * repeated",
+        "prediction/test_time.py::test_accumulation_repeats_micro_batches_and_not_the_update",
+    ),
+    Fault(
+        "prediction.fusion",
+        "fused operations write all that they make",
+        "if id(storage) in kept:",
+        "if True:",
+        "prediction/test_time.py::test_a_fused_chain_reads_what_comes_from_outside_and_writes_what_is_needed",
+    ),
+    Fault(
+        "prediction.work",
+        "what is added to itself read twice",
+        "key = tensor.untyped_storage()._cdata, tensor.storage_offset()",
+        "key = len(found)",
+        "prediction/test_time.py::test_an_operation_reads_and_writes_each_tensor_once_and_a_view_nothing",
+    ),
+    Fault(
+        "prediction.work",
+        "work of few layers not extrapolated",
+        "return a + ratio * (b - a)",
+        "return b",
+        "prediction/test_time.py::test_few_layers_and_sequences_tell_the_work_of_all",
+    ),
+    Fault(
+        "guesses",
+        "a late guess passed off as early",
+        "before.was_early if is_same and before else before.measured is None",
+        "True",
+        "test_guesses.py::test_a_guess_after_the_result_is_taken_and_said",
+    ),
+    Fault(
+        "training.paired",
+        "noise not asked",
+        "or abs(self.median) <= self.noise",
+        "",
+        "training/test_paired.py::test_what_identical_runs_differ_by_is_noise",
     ),
     Fault(
         "prediction.cuda_rules",
@@ -451,7 +514,7 @@ def is_here(test: str) -> bool:
 
 
 def test_every_planted_fault_fits_the_source_and_is_python():
-    assert len({str(fault) for fault in FAULTS}) == 41
+    assert len({str(fault) for fault in FAULTS}) == 50
     for fault in FAULTS:
         compile(planted(fault), str(fault), "exec")
 

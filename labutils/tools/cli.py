@@ -168,6 +168,12 @@ def _add_course(add: Add) -> None:
         action="store_true",
         help="for maintainers: write the outputs back, from a CPU run",
     )
+    labs.add_argument(
+        "--student",
+        type=Path,
+        metavar="FOLDER",
+        help="execute nothing: write copies without outputs, for a class",
+    )
 
     grade = add("grade", commands.grade, "score the exercises of submitted notebooks")
     grade.add_argument("folder", type=Path)

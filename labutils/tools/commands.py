@@ -177,10 +177,15 @@ def _points(measured: Measured) -> Iterator[tuple[float, float]]:
 
 
 def labs(options: argparse.Namespace) -> int:
-    """Execute notebooks, all of them or those named."""
-    from labutils.tools.labs import execute
+    """Execute notebooks, all of them or those named; or write copies of them for students."""
+    from labutils.tools.labs import execute, write_student_copy
 
     chosen = [Path(name) for name in options.notebook] or sorted(REPO_DIR.glob("0*.ipynb"))
+    if options.student:
+        for path in chosen:
+            source = path if path.exists() else REPO_DIR / path.name
+            print(f"wrote {write_student_copy(source, options.student)}, without outputs")
+        return 0
     code = 0
     for path in chosen:
         if not execute(path, in_place=options.in_place):

@@ -87,3 +87,19 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
                 output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
         if cell.cell_type == "code":
             cell.outputs = joined
+
+
+def write_student_copy(path: Path, folder: Path) -> Path:
+    """Write a notebook without outputs into a folder, and return the copy's path.
+
+    A guess then comes before its result. Raises FileExistsError if the copy is there already.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    target = folder / path.name
+    if target.exists():
+        raise FileExistsError(f"{target} exists already; choose another folder")
+    write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
+    return target

@@ -164,7 +164,7 @@ def test_damaged_record_is_a_clear_error_and_hides_no_other(runs, content):
     bad.write_bytes(content)
     with pytest.raises(RecordError, match="is not a version 1 record"):
         load_record(bad)
-    records, damaged = lab.lab.find_runs()
+    records, damaged = lab.find_runs()
     assert [r.id for r in records] == [good.id]
     assert len(damaged) == 1
 
@@ -328,7 +328,7 @@ def test_what_cannot_be_read_is_named_and_stops_nothing(runs, monkeypatch):
 
     path = record("fp32").save()
     monkeypatch.setattr(Path, "read_bytes", denied)
-    assert lab.lab.find_runs() == ([], [f"{path.name} cannot be read: Permission denied"])
+    assert lab.find_runs() == ([], [f"{path.name} cannot be read: Permission denied"])
 
 
 def test_files_in_a_shared_folder_can_be_read_by_others(runs):
