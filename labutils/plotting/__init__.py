@@ -5,6 +5,7 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 
 from __future__ import annotations
 
+from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import curves, heat_map, rates, reconcile
@@ -56,4 +57,5 @@ __all__ = [
     "step_times",
     "throughput",
     "timeline",
+    "training_step",
 ]

@@ -11,6 +11,7 @@ import torch
 import labutils as lab
 from labutils import plotting
 from labutils.memory.ledger import MemoryLedger
+from labutils.prediction.time import TimeLedger
 from labutils.training.records import Series
 from tests.training.test_records import record
 
@@ -116,3 +117,41 @@ def test_timeline_shows_every_phase_and_marks_the_peak(device):
             highest = max(highest, path.vertices[:, 1].max())
     assert highest == pytest.approx(peak_mib)
     plt.close("all")
+
+
+def ledger(step_ms, band, **shares):
+    names = ("matrix products", "attention", "memory-bound operations", "launches")
+    return TimeLedger(
+        step_ms=step_ms,
+        low_ms=step_ms * (1 - band),
+        high_ms=step_ms * (1 + band),
+        tokens_per_s=1.0,
+        shares={name: shares.get(name.split()[0], 0.0) for name in names},
+        launch_bound=False,
+        phases_ms={},
+        operations={},
+        method="predicted for a card",
+        why_band="",
+    )
+
+
+def test_a_predicted_step_is_drawn_with_its_shares_its_band_and_what_was_published():
+    ledgers = {
+        "slow": ledger(1000, 0.2, matrix=0.5, launches=0.5),
+        "fast": ledger(10, 0.5, matrix=1),
+    }
+    ax = plotting.predicted_times(ledgers, {"slow": 900, "elsewhere": 1})
+    ends = [bar.get_x() + bar.get_width() for bar in ax.patches]
+    assert max(ends[:4]) == pytest.approx(1000) and max(ends[4:]) == pytest.approx(10)
+    bands = [line.get_xdata() for line in ax.lines if len(line.get_xdata()) == 2]
+    assert [list(band) for band in bands] == [
+        [pytest.approx(800), pytest.approx(1200)],
+        [pytest.approx(5), pytest.approx(15)],
+    ]
+    (points,) = [line for line in ax.lines if line.get_label() == "published"]
+    assert list(points.get_xdata()) == [900] and list(points.get_ydata()) == [0]
+
+
+def test_the_drawing_of_a_step_names_its_parts():
+    texts = {text.get_text() for text in plotting.training_step().texts}
+    assert {"forward", "loss", "backward", "optimizer step", "clear"} <= texts
