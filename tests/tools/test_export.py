@@ -14,7 +14,7 @@ import torch
 
 import labutils as lab
 from labutils.config.card import PrecisionUnsupported
-from labutils.config.choices import OPTIMIZERS
+from labutils.config.choices import OPTIMIZERS, PRECISIONS
 from labutils.config.reader import load_config
 from labutils.config.schema import Config, ConfigError
 from labutils.techniques import optimizers
@@ -353,7 +353,10 @@ def test_script_for_a_gpu_has_the_losses_of_a_run_there(
     config = load_config(
         name, **SMALL, **own_text, model="gpt2-nano", tokens_per_step=tokens, memory_limit_gib=0.0
     )
-    record = lab.run_experiment(config, device=torch.device("cuda"), rerun=True, progress=False)
+    cuda = torch.device("cuda")
+    if config.precision in PRECISIONS and not lab.support(config.precision, cuda).ok:
+        pytest.skip(lab.support(config.precision, cuda).reason)
+    record = lab.run_experiment(config, device=cuda, rerun=True, progress=False)
     path = tmp_path / "train.py"
     path.write_text(script(config, "cuda"), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", [str(path)])
