@@ -15,7 +15,7 @@ from torch import nn
 from labutils.config.choices import PRECISIONS
 from labutils.config.schema import Config
 from labutils.machine import here
-from labutils.techniques.precision import products_dtype, tf32
+from labutils.techniques.precision import autocast, products_dtype, tf32
 from labutils.training import distributed
 from labutils.training.paired import CANNOT_TELL
 from labutils.training.records import Timing
@@ -121,36 +121,38 @@ def amdahl(share: float, speedup: float) -> float:
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
-def products_share(
+def product_ms(
     model: nn.Module,
     batch: dict[str, torch.Tensor],
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    precision: str,
     repeats: int = 3,
-) -> float:
-    """Return which share of an AdamW step in float32 is spent in matrix products, by the profiler.
+) -> tuple[float, float]:
+    """Return (milliseconds in matrix products, in all operations) of an AdamW step: profiled.
 
-    The median of `repeats` steps after a warm-up. On CUDA the time of kernels counts, elsewhere
-    that of operations on the CPU. `batch` lies on the model's device. The steps change the weights.
+    Medians of `repeats` steps after a warm-up. On CUDA the time of kernels counts, elsewhere that
+    of operations on the CPU. `batch` lies on the model's device. The steps change the weights, and
+    no loss is scaled.
     """
-    on_cuda = next(model.parameters()).is_cuda
+    device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     activity = torch.profiler.ProfilerActivity
-    activities = [activity.CPU, activity.CUDA] if on_cuda else [activity.CPU]
-    shares = []
+    activities = [activity.CPU, activity.CUDA] if device.type == "cuda" else [activity.CPU]
+    products, whole, is_tf32 = [], [], PRECISIONS[precision].tf32
     for _ in range(1 + repeats):
-        with torch.profiler.profile(activities=activities) as profile:
-            loss_fn(model, batch).backward()
+        with torch.profiler.profile(activities=activities) as profile, tf32(is_tf32):
+            with autocast(precision, device):
+                loss = loss_fn(model, batch)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if on_cuda:
+            if device.type == "cuda":
                 torch.cuda.synchronize()
-        products = whole = 0.0
-        for row in profile.key_averages():
-            time_us = row.self_device_time_total if on_cuda else row.self_cpu_time_total
-            whole += time_us
-            products += time_us if row.key in PRODUCTS else 0.0
-        shares.append(products / whole)
-    return statistics.median(shares[1:])
+        column = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        times = {row.key: getattr(row, column) / 1000 for row in profile.key_averages()}
+        products.append(sum(times.get(key, 0.0) for key in PRODUCTS))
+        whole.append(sum(times.values()))
+    return statistics.median(products[1:]), statistics.median(whole[1:])
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
