@@ -141,7 +141,7 @@ def test_a_guess_after_run_all_works_and_each_cell_of_its_section_runs_again(run
         if cell.cell_type == "code":
             filled = GUESS.sub(r'lab.guess("\1", \2, low=1, high=3)', cell.source)
             section.append(filled)
-            if len(section) > 1 and any("lab.guess" in source for source in section):
+            if any("lab.guess" in source for source in section):
                 again.append(nbformat.v4.new_code_cell(filled))
     scores = nbformat.v4.new_code_cell("print(list(lab.scores()['made']))")
     notebook.cells += [*again, scores]
