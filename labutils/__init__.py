@@ -20,6 +20,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 _MODULES = {
     "allocator": "prediction.allocator",
     "arithmetic": "prediction.arithmetic",
+    "autocast_dtypes": "techniques.autocast_dtypes",
     "checks": "checks",
     "numerics": "techniques.float_formats",
     "plotting": "plotting",
@@ -47,7 +48,7 @@ _NAMES = {
     ),
     "memory.ledger": ("gib", "mib"),
     "memory.measure": ("measure_step",),
-    "memory.tensors": ("flat_gradient", "saved_for_backward"),
+    "memory.tensors": ("flat_gradient", "kept_by_kind", "saved_for_backward"),
     "prediction.advise": ("advise",),
     "prediction.arithmetic": ("closed_form", "n_parameters", "static_gib"),
     "prediction.changes": ("time_cost",),

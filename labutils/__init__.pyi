@@ -27,6 +27,7 @@ from labutils.memory.ledger import gib as gib
 from labutils.memory.ledger import mib as mib
 from labutils.memory.measure import measure_step as measure_step
 from labutils.memory.tensors import flat_gradient as flat_gradient
+from labutils.memory.tensors import kept_by_kind as kept_by_kind
 from labutils.memory.tensors import saved_for_backward as saved_for_backward
 from labutils.prediction import allocator as allocator
 from labutils.prediction import arithmetic as arithmetic
@@ -49,6 +50,7 @@ from labutils.prediction.time import predict_module_time as predict_module_time
 from labutils.prediction.time import predict_time as predict_time
 from labutils.session import explain_in_notebooks as explain_in_notebooks
 from labutils.session import setup as setup
+from labutils.techniques import autocast_dtypes as autocast_dtypes
 from labutils.techniques import float_formats as _float_formats
 from labutils.techniques import precision as precision
 from labutils.techniques.loss import count_targets as count_targets

@@ -93,3 +93,74 @@ def test_what_is_kept_can_be_counted_by_kind():
     assert kept[torch.float32] == x.nbytes + output.nbytes  # ReLU keeps its output
     assert kept[torch.int64] == 0  # a Counter: what is not there is 0
     assert output.requires_grad
+
+
+def nano_and_batch(micro_batch_size, seq_len=32):
+    batch = next(lab.batches(lab.sequences(seq_len), micro_batch_size, seed=0))
+    return lab.build_model("gpt2-nano"), batch
+
+
+def test_what_autocast_keeps_of_weights_is_two_bytes_for_each_of_a_product():
+    """The output weights are kept transposed, (width, vocabulary): they are no logits."""
+    model, batch = nano_and_batch(5)
+    kept = lab.kept_by_kind(model, batch, "bf16")
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "wpe" not in name]
+    n_multiplied = sum(p.numel() for p in matrices)  # the tied embedding is the output weight
+    assert kept["16-bit copies of weights", "bfloat16"] == 2 * n_multiplied
+    assert ("logits", "bfloat16") not in kept
+    n_logits = batch["input_ids"].numel() * model.config.vocab_size
+    assert kept["logits", "float32"] == 4 * n_logits
+
+
+def test_in_float32_no_copy_of_a_weight_is_kept():
+    model, batch = nano_and_batch(5)
+    kinds = {kind for kind, _ in lab.kept_by_kind(model, batch, "fp32")}
+    assert "16-bit copies of weights" not in kinds
+    assert "attention matrices (length × length)" in kinds  # a CPU, with dropout
+
+
+def test_kinds_together_are_all_that_is_kept():
+    model, batch = nano_and_batch(5)
+    model.eval()  # without dropout, whose masks are drawn
+    with lab.saved_for_backward(model) as kept:
+        loss = lab.lm_loss_sum(model, batch)
+    assert sum(lab.kept_by_kind(model, batch, "fp32").values()) == kept.total()
+    assert loss.requires_grad
+
+
+def test_a_batch_that_looks_like_a_weight_is_refused():
+    model, batch = nano_and_batch(4)  # 128 tokens, and a width of 128
+    with pytest.raises(ValueError, match="128 tokens"):
+        lab.kept_by_kind(model, batch, "fp32")
+
+
+def test_product_speeds_leave_out_what_the_device_lacks(monkeypatch):
+    monkeypatch.setattr(lab.speed.here, "matmul_rate", lambda dtype, *_, **__: dtype.itemsize / 8)
+    found = lab.speed.product_speeds(("fp32", "tf32", "bf16"), CPU)
+    assert found == {"fp32": (1.0, 1.0, 1.0), "bf16": (0.5, 0.5, 0.5)}
+
+
+def test_amdahl_by_hand():
+    assert lab.speed.amdahl(0.5, 2.0) == pytest.approx(4 / 3)
+    assert lab.speed.amdahl(0.0, 9.0) == 1
+    assert lab.speed.amdahl(1.0, 0.1) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="0 to 1"):
+        lab.speed.amdahl(2.0, 2.0)
+
+
+def test_products_take_a_part_of_a_step_that_grows_with_the_width():
+    shares = []
+    for width in (4, 512):
+        net = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        batch = torch.ones(256, width)
+        products, whole = lab.speed.product_ms(net, batch, lambda net, x: net(x).sum(), "fp32")
+        shares.append(products / whole)
+    assert 0 < shares[0] < shares[1] < 1
+
+
+def test_a_speed_within_the_noise_is_no_speed_up():
+    same = (1.0, 0.9, 1.1)
+    assert lab.speed.speed_verdict((2.0, 1.9, 2.1), same) == "faster"
+    assert lab.speed.speed_verdict((0.5, 0.4, 0.6), same) == "slower"
+    assert lab.speed.speed_verdict((1.2, 1.05, 1.3), same) == "cannot tell here"
+    assert lab.speed.speed_verdict(same, same) == "cannot tell here"

@@ -14,10 +14,15 @@ from labutils.plotting.style import BLACK, CATEGORY_LOOKS, COLORS, OTHER_CATEGOR
 HATCHES = ("", "//", "..", "xx")
 
 
-def stacked_memory(peaks: Mapping[str, Mapping[str, float]], ax: Axes | None = None) -> Axes:
+def stacked_memory(
+    peaks: Mapping[str, Mapping[str, float]],
+    ax: Axes | None = None,
+    marks: Mapping[str, float | None] | None = None,
+) -> Axes:
     """Draw {label: {category: bytes}} as stacked bars, in MiB.
 
-    A category without bytes is left out.
+    A category without bytes is left out. `marks` are {label: bytes} drawn as lines across the bars,
+    for example a guess; None is left out.
     """
     ax = new_axis(ax, 8, 0.45 * len(peaks) + 1.9)
     for row, parts in enumerate(peaks.values()):
@@ -27,6 +32,9 @@ def stacked_memory(peaks: Mapping[str, Mapping[str, float]], ax: Axes | None = N
                 _bar(ax, row, left, n_bytes / MIB, category)
                 left += n_bytes / MIB
         ax.text(left, row, f" {left:,.1f}", va="center")
+    for label, n_bytes in (marks or {}).items():
+        if n_bytes is not None:
+            ax.axvline(n_bytes / MIB, color=BLACK, ls="--", lw=2, label=label)
     ax.set_yticks(range(len(peaks)), list(peaks))
     ax.invert_yaxis()
     ax.margins(x=0.14)

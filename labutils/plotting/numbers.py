@@ -22,26 +22,28 @@ def reconcile(
 ) -> Axes:
     """Draw {row: {guess, prediction, measurement, …: value}} as points on a log axis.
 
-    The value 1 is marked. None is left out.
+    Each kind has a line of its own in a row, so that equal values stay readable. The value 1 is
+    marked. None is left out.
     """
-    ax = new_axis(ax, 7, 0.6 * len(rows) + 1.4)
     kinds = _kinds(rows)
+    ax = new_axis(ax, 7, (0.2 * len(kinds) + 0.2) * len(rows) + 1.2)
     for i, kind in enumerate(kinds):
+        shift = 0.8 * ((i + 0.5) / len(kinds) - 0.5)
         xs, ys = [], []
         for y, values in enumerate(rows.values()):
             if values.get(kind) is not None:
                 xs.append(float(values[kind]))
-                ys.append(y)
-        above = i % 2 == 0  # alternately above and below, so that close points stay readable
+                ys.append(y + shift)
         for x, y in zip(xs, ys, strict=True):
-            _write_beside(ax, x, y, unit, above)
+            text = f"{x:,.0f}{unit}" if x >= 1000 else f"{x:.3g}{unit}"
+            ax.annotate(text, (x, y), xytext=(9, -4), textcoords="offset points")
         if xs:
             ax.plot(xs, ys, MARKERS[i], color=COLORS[i], ms=9, label=kind)
     ax.axvline(1, color=BLACK, lw=0.8, ls=":")
     _set_log_ticks(ax)
     ax.set_yticks(range(len(rows)), list(rows))
-    ax.set_ylim(len(rows) - 0.5, -0.6)
-    ax.margins(x=0.1)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.margins(x=0.15)
     ax.set_xlabel(what)
     if kinds and rows:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -53,12 +55,6 @@ def _kinds(rows: Mapping[str, Mapping[str, float | None]]) -> list[str]:
     for values in rows.values():
         kinds |= dict.fromkeys(values)
     return list(kinds)
-
-
-def _write_beside(ax: Axes, x: float, y: float, unit: str, above: bool) -> None:
-    text = f"{x:,.0f}{unit}" if x >= 1000 else f"{x:.3g}{unit}"
-    offset = (0, 8 if above else -17)
-    ax.annotate(text, (x, y), xytext=offset, textcoords="offset points", ha="center")
 
 
 def _set_log_ticks(ax: Axes) -> None:

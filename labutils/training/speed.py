@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import time
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +16,9 @@ from torch import nn
 from labutils.config.choices import PRECISIONS
 from labutils.config.schema import Config
 from labutils.machine import here
-from labutils.techniques.precision import products_dtype, tf32
+from labutils.techniques.precision import autocast, products_dtype, tf32
 from labutils.training import distributed
+from labutils.training.paired import CANNOT_TELL
 from labutils.training.records import Timing
 
 # Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name: of float32 (outside
@@ -68,6 +72,93 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
             rate, kind = own, row.products
     how = f"one thread's rate × {torch.get_num_threads()}"
     return rate, f"{rate / 1e12:.2g} TFLOP/s, a {kind} 512² product measured here, {how}"
+
+
+def product_speeds(
+    precisions: Sequence[str], device: torch.device, n: int = 0, rounds: int = 3
+) -> dict[str, tuple[float, float, float]]:
+    """Return {precision: (median, lowest, highest)}: the speed of a product, × float32's.
+
+    The product is n×n by n×n: 4096 on CUDA and 256 on a CPU, if `n` is 0. Each round measures
+    float32 and the others in turn, so that the range says how well the ratio repeats. A precision
+    that the device lacks is left out.
+    """
+    n = n or (4096 if device.type == "cuda" else 256)
+    usable = [name for name in precisions if here.support(name, device).ok]
+    ratios: dict[str, list[float]] = {name: [] for name in usable}
+    for _ in range(rounds):
+        with tf32(False):
+            base = here.matmul_rate(torch.float32, device, n)
+        for name in usable:
+            with tf32(PRECISIONS[name].tf32):
+                rate = here.matmul_rate(products_dtype(name), device, n)
+            ratios[name].append(rate / base)
+    found = {}
+    for name, values in ratios.items():
+        found[name] = (statistics.median(values), min(values), max(values))
+    return found
+
+
+def speed_verdict(ratio: tuple[float, float, float], same: tuple[float, float, float]) -> str:
+    """Return "faster", "slower" or CANNOT_TELL for a (median, lowest, highest) of `product_speeds`.
+
+    `same` is that of float32 against itself: a range that reaches into it is noise.
+    """
+    if ratio[1] > max(1.0, same[2]):
+        return "faster"
+    return "slower" if ratio[2] < min(1.0, same[1]) else CANNOT_TELL
+
+
+def amdahl(share: float, speedup: float) -> float:
+    """Return the speed-up of a whole of which a `share` (0 to 1) becomes `speedup` times as fast.
+
+    Amdahl's law (1967). Raises ValueError for a share beyond 0 to 1, or a speed-up not positive.
+    """
+    if not 0 <= share <= 1 or speedup <= 0:
+        raise ValueError(f"a share is 0 to 1 and a speed-up positive; got {share} and {speedup}")
+    return 1 / (1 - share + share / speedup)
+
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
+
+def product_ms(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    precision: str,
+    repeats: int = 5,
+) -> tuple[float, float]:
+    """Return (milliseconds in matrix products, in all operations) of an AdamW step: profiled.
+
+    The fastest of `repeats` steps after a warm-up. After one second no further step begins, but
+    one is always taken. On CUDA the time of kernels counts, elsewhere that of operations on the
+    CPU. `batch` lies on the model's device. The steps change the weights; no loss is scaled.
+    """
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    activity = torch.profiler.ProfilerActivity
+    activities = [activity.CPU, activity.CUDA] if device.type == "cuda" else [activity.CPU]
+    is_tf32 = PRECISIONS[precision].tf32
+    found: list[tuple[float, float]] = []  # (all operations, products)
+    begun = time.perf_counter()
+    for _ in range(1 + repeats):
+        if len(found) > 1 and time.perf_counter() - begun > 1:
+            break
+        with torch.profiler.profile(activities=activities) as profile, tf32(is_tf32):
+            with autocast(precision, device):
+                loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        column = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        times = {row.key: getattr(row, column) / 1000 for row in profile.key_averages()}
+        products = sum(times.get(key, 0.0) for key in PRODUCTS)
+        found.append((sum(times.values()), products))
+    whole_ms, products_ms = min(found[1:])
+    return products_ms, whole_ms
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:

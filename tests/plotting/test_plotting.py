@@ -94,6 +94,12 @@ def test_stacked_memory_sums_to_the_peak():
     plt.close("all")
 
 
+def test_a_guess_is_a_line_across_the_bars_and_none_is_left_out():
+    ax = plotting.stacked_memory({"fp32": PARTS}, marks={"your guess": 2**21, "nobody's": None})
+    assert [line.get_xdata()[0] for line in ax.lines] == [2.0]
+    assert "your guess" in words(ax.get_legend().get_texts())
+
+
 def test_four_panels_has_four():
     assert plotting.four_panels(runs()).shape == (2, 2)
     plt.close("all")

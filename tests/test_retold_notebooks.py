@@ -1,0 +1,150 @@
+"""What a notebook that has been retold keeps: short cells, guesses that are answered, own names."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.helpers import REPO, committed, slow
+
+RETOLD = ["01-Mixed_Precision.ipynb"]
+GUESS = re.compile(r'lab\.guess\("(\w+)", (f?"[^"]*")\)')
+CHECKED = "nbval-check-output"
+
+
+def cells(name: str) -> list[nbformat.NotebookNode]:
+    return nbformat.reads(committed(name), as_version=4).cells
+
+
+def code(name: str) -> list[str]:
+    return [cell.source for cell in cells(name) if cell.cell_type == "code"]
+
+
+def core(name: str) -> list[nbformat.NotebookNode]:
+    found = cells(name)
+    ends = [i for i, cell in enumerate(found) if cell.source.startswith("# Going further")]
+    return found[: ends[0]] if ends else found
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_code_cells_have_fifteen_lines_of_a_hundred_columns(name):
+    for source in code(name):
+        lines = source.splitlines()
+        assert len(lines) <= 15, lines[0]
+        assert max(map(len, lines)) <= 100, lines[0]
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_a_heading_begins_its_cell_and_is_the_only_one(name):
+    for cell in cells(name):
+        if cell.cell_type == "markdown":
+            headings = re.findall(r"^#+ ", cell.source, re.M)
+            assert len(headings) <= 1, cell.source
+            assert not headings or cell.source.startswith("#"), cell.source
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_the_core_is_read_in_one_sitting(name):
+    texts = [cell.source for cell in core(name) if cell.cell_type == "markdown"]
+    assert len(" ".join(texts).split()) <= 4000
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_sections_that_are_named_exist(name):
+    text = "\n".join(cell.source for cell in cells(name))
+    there = set(re.findall(r"^## (\w+) ·", text, re.M))
+    assert set(re.findall(r"[Ss]ection (\d+|[A-Z])\b", text)) <= there
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_ten_cells_are_checked_by_their_tag(name):
+    tagged = [cell for cell in cells(name) if CHECKED in cell.metadata.get("tags", [])]
+    assert len(tagged) >= 10
+    assert not any("NBVAL" in source for source in code(name))
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_five_guesses_each_before_its_answer(name):
+    text = "\n".join(code(name))
+    guesses = [match.group(1) for match in GUESS.finditer(text)]
+    assert 5 <= len(guesses) == len(set(guesses)) <= 6
+    for guess in guesses:
+        assert text.index(f'lab.guess("{guess}"') < text.index(f'lab.answer("{guess}"')
+    assert text.count("lab.guess(") == text.count("lab.answer(") == len(guesses)
+    assert "lab.scores()" in text
+
+
+def results(name: str) -> list[str]:
+    """Return the code of the section *Results*."""
+    found, is_inside = [], False
+    for cell in cells(name):
+        if cell.cell_type == "markdown" and re.match(r"##? ", cell.source):
+            is_inside = "Results" in cell.source.splitlines()[0]
+        elif cell.cell_type == "code" and is_inside:
+            found.append(cell.source)
+    return found
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_results_never_train(name):
+    assert results(name)
+    assert not re.search(r"\brun_|\btrain\(|\bmeasure", "\n".join(results(name)))
+
+
+def names_of(source: str) -> tuple[set[str], set[str]]:
+    """Return (names that a cell assigns, names that it takes from elsewhere)."""
+    assigns, reads, arguments = set(), set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            (reads if isinstance(node.ctx, ast.Load) else assigns).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            assigns.add(node.name)
+        elif isinstance(node, ast.arg):
+            arguments.add(node.arg)
+        elif isinstance(node, ast.alias):
+            arguments.add(node.asname or node.name.partition(".")[0])
+    return assigns, reads - assigns - arguments
+
+
+def shared_names(sources: list[str]) -> dict[str, int]:
+    """Return {name that some cell takes from others: how many cells assign it}, if several do."""
+    assigned = [names_of(source)[0] for source in sources]
+    taken: set[str] = set()
+    for source in sources:
+        taken |= names_of(source)[1]
+    counts = {name: sum(name in names for names in assigned) for name in taken}
+    return {name: n for name, n in counts.items() if n > 1}
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_a_name_that_cells_share_is_assigned_by_one_cell(name):
+    """So a cell that is run again finds what it found the first time."""
+    assert shared_names(code(name)) == {}
+
+
+def test_a_name_with_two_makers_is_noticed():
+    assert shared_names(["x = 1", "x = 2", "print(x)", "y = 1", "print(y)"]) == {"x": 2}
+
+
+@slow
+@pytest.mark.parametrize("name", RETOLD)
+def test_a_guess_after_run_all_works_and_each_cell_of_its_section_runs_again(runs, name):
+    notebook = nbformat.read(REPO / name, as_version=4)
+    section, again = [], []
+    for cell in notebook.cells:
+        if cell.source.startswith("## "):
+            section = []
+        if cell.cell_type == "code":
+            filled = GUESS.sub(r'lab.guess("\1", \2, low=1, high=3)', cell.source)
+            section.append(filled)
+            if any("lab.guess" in source for source in section):
+                again.append(nbformat.v4.new_code_cell(filled))
+    scores = nbformat.v4.new_code_cell("print(list(lab.scores()['made']))")
+    notebook.cells += [*again, scores]
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(REPO)}}).execute()
+    made = ast.literal_eval(scores.outputs[0].text)
+    assert set(made) == {"after the result"}
