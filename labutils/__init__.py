@@ -61,15 +61,17 @@ _NAMES = {
     "techniques.loss": ("count_targets", "lm_loss_sum"),
     "techniques.precision": ("autocast", "tf32"),
     "techniques.schedule": ("learning_rate_at",),
+    "training.alternate": ("alternate",),
     "training.compare": ("compare", "readable"),
     "training.experiment": ("run_experiment",),
     "training.experiments": ("run_experiments",),
+    "training.gradients": ("compare_gradients", "full_gradient", "window_gradient"),
     "training.loop": ("to_device", "train"),
     "training.paired": ("paired_difference",),
     "training.records": ("find_runs", "load_record", "reference_runs"),
     "training.speed": ("flops_per_token",),
     "workload.build": ("build",),
-    "workload.data": ("batches", "load_corpus", "padded_batches", "sequences"),
+    "workload.data": ("batches", "load_corpus", "padded_batches", "padded_window", "sequences"),
     "workload.gpt2": ("build_model",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
