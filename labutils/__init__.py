@@ -62,6 +62,7 @@ _NAMES = {
     "techniques.precision": ("autocast", "tf32"),
     "techniques.schedule": ("learning_rate_at",),
     "training.alternate": ("alternate",),
+    "training.by_seed": ("seed_table",),
     "training.compare": ("compare", "readable"),
     "training.experiment": ("run_experiment",),
     "training.experiments": ("run_experiments",),

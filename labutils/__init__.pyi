@@ -58,6 +58,7 @@ from labutils.techniques.precision import tf32 as tf32
 from labutils.techniques.schedule import learning_rate_at as learning_rate_at
 from labutils.training import speed as speed
 from labutils.training.alternate import alternate as alternate
+from labutils.training.by_seed import seed_table as seed_table
 from labutils.training.compare import compare as compare
 from labutils.training.compare import readable as readable
 from labutils.training.experiment import run_experiment as run_experiment
