@@ -9,24 +9,31 @@ import torch
 
 
 def alternate(
-    variants: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    passes: int = 1,
 ) -> dict[str, list[float]]:
-    """Return {name: the milliseconds of each round}, after one round that does not count.
+    """Return {name: the milliseconds of each round}, after one pass that does not count.
 
-    Each round runs every variant once, forwards and backwards by turns: what one variant leaves in
-    the caches meets another one each time. On a CUDA device the end is awaited. The numbers of a
-    round are pairs for `paired_difference`. Raises ValueError if there is not one round.
+    A pass runs every variant once, forwards and backwards by turns: what one variant leaves in the
+    caches meets another one each time. A round keeps the fastest of its passes, since what disturbs
+    a machine makes it slower, never faster. On a CUDA device the end is awaited. The numbers of a
+    round are pairs for `paired_difference`. Raises ValueError if there is no round, or no pass.
     """
-    if rounds < 1:
-        raise ValueError(f"at least one round is timed; got {rounds}")
+    if rounds < 1 or passes < 1:
+        raise ValueError(f"at least one round of one pass is timed; got {rounds} of {passes}")
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
-    for number in range(rounds + 1):
+    for number in range(rounds * passes + 1):
         for name in names:
             milliseconds = _timed_ms(variants[name], device)
             if number:
                 times[name].append(milliseconds)
         names.reverse()
+    for name, series in times.items():
+        starts = range(0, len(series), passes)
+        times[name] = [min(series[start : start + passes]) for start in starts]
     return times
 
 
