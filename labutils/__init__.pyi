@@ -59,10 +59,15 @@ from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
 from labutils.techniques.schedule import learning_rate_at as learning_rate_at
 from labutils.training import speed as speed
+from labutils.training.alternate import alternate as alternate
+from labutils.training.by_seed import seed_table as seed_table
 from labutils.training.compare import compare as compare
 from labutils.training.compare import readable as readable
 from labutils.training.experiment import run_experiment as run_experiment
 from labutils.training.experiments import run_experiments as run_experiments
+from labutils.training.gradients import compare_gradients as compare_gradients
+from labutils.training.gradients import full_gradient as full_gradient
+from labutils.training.gradients import window_gradient as window_gradient
 from labutils.training.loop import to_device as to_device
 from labutils.training.loop import train as train
 from labutils.training.paired import paired_difference as paired_difference
@@ -74,6 +79,7 @@ from labutils.workload.build import build as build
 from labutils.workload.data import batches as batches
 from labutils.workload.data import load_corpus as load_corpus
 from labutils.workload.data import padded_batches as padded_batches
+from labutils.workload.data import padded_window as padded_window
 from labutils.workload.data import sequences as sequences
 from labutils.workload.gpt2 import build_model as build_model
 

@@ -146,6 +146,30 @@ def padded_batches(
         yield {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
+def padded_window(
+    blocks: torch.Tensor, lengths: list[int], micro_batch_size: int
+) -> list[dict[str, torch.Tensor]]:
+    """Return a window of sequences of given lengths, each padded to T on the right.
+
+    `blocks` is `(n_blocks, T)` token ids; sequence i is the first `lengths[i]` tokens of block i.
+    Each micro-batch has `input_ids`, `attention_mask` and `labels`, all `(micro_batch_size, T)`
+    int64; labels of padding are -100. Raises ValueError for lengths that the blocks do not have.
+    """
+    n_blocks, seq_len = blocks.shape
+    if len(lengths) > n_blocks or min(lengths) < 1 or max(lengths) > seq_len:
+        raise ValueError(f"lengths are 1 to {seq_len}, at most {n_blocks} of them; got {lengths}")
+    ids = blocks[: len(lengths)]  # (B, T)
+    positions = torch.arange(seq_len, device=blocks.device)
+    mask = positions < torch.tensor(lengths, device=blocks.device)[:, None]
+    window = []
+    for start in range(0, len(lengths), micro_batch_size):
+        part = slice(start, start + micro_batch_size)
+        labels = ids[part].masked_fill(~mask[part], IGNORED)
+        batch = {"input_ids": ids[part], "attention_mask": mask[part].long(), "labels": labels}
+        window.append(batch)
+    return window
+
+
 def topic_texts() -> list[str]:
     """Return the chapters of CPython's language reference as plain texts, in alphabetical order of
     their topics.
