@@ -61,7 +61,6 @@ _NAMES = {
     "session": ("explain_in_notebooks", "setup"),
     "techniques.loss": ("count_targets", "lm_loss_sum"),
     "techniques.precision": ("autocast", "tf32"),
-    "techniques.schedule": ("learning_rate_at",),
     "training.alternate": ("alternate",),
     "training.by_seed": ("seed_table",),
     "training.compare": ("compare", "readable"),

@@ -57,7 +57,6 @@ from labutils.techniques.loss import count_targets as count_targets
 from labutils.techniques.loss import lm_loss_sum as lm_loss_sum
 from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
-from labutils.techniques.schedule import learning_rate_at as learning_rate_at
 from labutils.training import speed as speed
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table
