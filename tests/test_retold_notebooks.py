@@ -9,9 +9,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from labutils.tools.cli import main
 from tests.helpers import REPO, committed, slow
 
-RETOLD = ["01-Mixed_Precision.ipynb"]
+RETOLD = ["01-Mixed_Precision.ipynb", "02-Gradient_Accumulation.ipynb"]
 GUESS = re.compile(r'lab\.guess\("(\w+)", (f?"[^"]*")\)')
 CHECKED = "nbval-check-output"
 
@@ -49,8 +50,40 @@ def test_a_heading_begins_its_cell_and_is_the_only_one(name):
 
 @pytest.mark.parametrize("name", RETOLD)
 def test_the_core_is_read_in_one_sitting(name):
-    texts = [cell.source for cell in core(name) if cell.cell_type == "markdown"]
-    assert len(" ".join(texts).split()) <= 4000
+    words = 0
+    for cell in core(name):
+        if cell.cell_type == "markdown" and not cell.source.startswith("### Sources"):
+            lines = [line for line in cell.source.splitlines() if line[:1] not in "#|"]
+            words += len(" ".join(lines).split())
+            assert not re.fullmatch(r"\*\*\w+\.\*\*", cell.source.strip()), cell.source
+    assert words <= 4000
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_section_numbers_have_no_gap(name):
+    text = "\n".join(cell.source for cell in cells(name) if cell.cell_type == "markdown")
+    numbers = [int(number) for number in re.findall(r"^## (\d+) ·", text, re.M)]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+@pytest.mark.parametrize("name", RETOLD)
+def test_nothing_is_promised_for_later(name):
+    for cell in cells(name):
+        for output in cell.get("outputs", []):
+            text = output.get("text", "")
+            assert "not recorded yet" not in text and "not installed" not in text
+
+
+def test_a_class_gets_copies_without_outputs(tmp_path, capsys):
+    assert main(["labs", "--student", str(tmp_path)]) == 0
+    copies = sorted(tmp_path.glob("0*.ipynb"))
+    assert len(copies) == 4
+    for copy in copies:
+        copied = nbformat.read(copy, as_version=4).cells
+        assert all(not cell.outputs for cell in copied if cell.cell_type == "code")
+        assert [cell.source for cell in copied] == [cell.source for cell in cells(copy.name)]
+    assert main(["labs", "--student", str(tmp_path)]) == 1
+    assert "exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RETOLD)
