@@ -8,7 +8,6 @@ from labutils.config.choices import MODELS as MODELS
 from labutils.config.reader import load_config as load_config
 from labutils.config.schema import Config as Config
 from labutils.config.schema import ConfigError as ConfigError
-from labutils.files import REFERENCE_DIR as REFERENCE_DIR
 from labutils.guesses import answer as answer
 from labutils.guesses import guess as guess
 from labutils.guesses import scores as scores
@@ -56,6 +55,8 @@ from labutils.techniques.loss import lm_loss_sum as lm_loss_sum
 from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
 from labutils.techniques.schedule import learning_rate_at as learning_rate_at
+from labutils.training import ladder as ladder
+from labutils.training import profiles as profiles
 from labutils.training import speed as speed
 from labutils.training.compare import compare as compare
 from labutils.training.compare import readable as readable
