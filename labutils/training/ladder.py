@@ -112,9 +112,9 @@ def predict(rows: Mapping[str, Row], device: Any, *, keep_outputs: str = "") -> 
 def run(rows: Mapping[str, Row]) -> tuple[list[float], list[float]] | tuple[()]:
     """Train each row that is there and has no measurement yet, and fill it in.
 
-    The first of them is run twice, one after the other. Returned are the milliseconds of its steps in
-    both runs, to tell noise by; nothing if it was not timed. Records are saved and reused as by
-    `run_experiment`. A run that does not complete leaves its reason in the row's note.
+    The first of them is run twice, one run right after the other. Returned are the milliseconds of
+    its steps in both, to tell noise by; nothing if it was not timed. Records are saved and reused as
+    by `run_experiment`. A run that does not complete leaves its reason in the row's note.
     """
     twice: list[list[float]] = []
     for row in rows.values():

@@ -96,7 +96,7 @@ def test_rows_are_filled_from_runs_and_the_first_one_runs_twice(monkeypatch):
     assert noise == ([2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 3.0, 4.0, 5.0, 6.0])
     assert [row.measured_mib for row in rows.values()] == [1.0, 1.0]
     assert rows["tanh"].held_out == 6.5
-    assert ladder.tokens_per_s(rows["tanh"], "cpu") == 1000 * 512 / 4
+    assert ladder.tokens_per_s(rows["tanh"], "cpu") == 1000 * 32 / 4
 
 
 def test_a_run_that_failed_leaves_its_reason(monkeypatch):
