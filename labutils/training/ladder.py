@@ -113,8 +113,8 @@ def run(rows: Mapping[str, Row]) -> tuple[list[float], list[float]] | tuple[()]:
     """Train each row that is there and has no measurement yet, and fill it in.
 
     The first of them is run twice, one run right after the other. Returned are the milliseconds of
-    its steps in both, to tell noise by; nothing if it was not timed. Records are saved and reused as
-    by `run_experiment`. A run that does not complete leaves its reason in the row's note.
+    its steps in both, to tell noise by; nothing if it was not timed. Records are saved and reused
+    as by `run_experiment`. A run that does not complete leaves its reason in the row's note.
     """
     twice: list[list[float]] = []
     for row in rows.values():
@@ -218,7 +218,8 @@ def comparable(rows: Mapping[str, Row], device_type: str) -> list[list[str]]:
 def table(rows: Mapping[str, Row], on_card: Mapping[str, Row], noise: tuple = ()) -> pd.DataFrame:
     """Return a table of texts, a row each: peaks in MiB, ms of a step, loss, and the card's peak.
 
-    `time` is the verdict against the row above: "faster", "slower" or "cannot tell here".
+    `change` is the median difference in ms of a row's steps from those of the row above, step by
+    step, and `time` the verdict on it: "faster", "slower" or "cannot tell here".
     """
     lines = []
     for name, row in rows.items():
@@ -231,6 +232,7 @@ def table(rows: Mapping[str, Row], on_card: Mapping[str, Row], noise: tuple = ()
                 "measured": _text(row.measured_mib, ",.1f"),
                 "saves": _text(saved_mib(rows, name), "+.1f"),
                 "ms": _text(middle, ",.0f"),
+                "change": _text(change.median if change else None, "+,.0f"),
                 "time": SPEED_WORDS[change.verdict] if change else "–",
                 "held-out": _text(row.held_out, ".4f"),
                 "A100": _text(on_card[name].predicted_mib, ",.0f"),
