@@ -113,15 +113,16 @@ def run(rows: Mapping[str, Row]) -> tuple[list[float], list[float]] | tuple[()]:
     """Train each row that is there and has no measurement yet, and fill it in.
 
     The first of them is run twice, one run right after the other. Returned are the milliseconds of
-    its steps in both, to tell noise by; nothing if it was not timed. Records are saved and reused
-    as by `run_experiment`. A run that does not complete leaves its reason in the row's note.
+    its steps in both, to tell noise by; nothing if it was not timed. Records are saved, but none is
+    reused: times of another hour cannot be compared with these. A run that does not complete leaves
+    its reason in the row's note.
     """
     twice: list[list[float]] = []
     for row in rows.values():
         if row.is_here and not row.step_ms:
-            _fill(row, run_experiment(row.config, progress=False))
+            _fill(row, run_experiment(row.config, rerun=True, progress=False))
         if row.step_ms and not twice:  # at once: a machine's other load changes
-            again = run_experiment(row.config, repeat=1, progress=False)
+            again = run_experiment(row.config, repeat=1, rerun=True, progress=False)
             twice = [row.step_ms, again.series.step_ms[UNTIMED_STEPS:]]
     if not twice or len(twice[0]) != len(twice[1]):
         return ()

@@ -74,7 +74,8 @@ def test_a_row_has_the_ledger_of_its_config():
 def test_rows_are_filled_from_runs_and_the_first_one_runs_twice(monkeypatch):
     repeats = []
 
-    def run(config, *, repeat=0, progress):
+    def run(config, *, repeat=0, rerun, progress):
+        assert rerun  # no record of another hour
         repeats.append((config.name, repeat))
         memory = MemoryLedger(phases={"backward": {"activations": 2**20}}, method="x")
         series = Series(loss=[1.0] * 7, step_ms=[float(i) for i in range(7)])
