@@ -8,7 +8,6 @@ from labutils.config.choices import MODELS as MODELS
 from labutils.config.reader import load_config as load_config
 from labutils.config.schema import Config as Config
 from labutils.config.schema import ConfigError as ConfigError
-from labutils.files import REFERENCE_DIR as REFERENCE_DIR
 from labutils.guesses import answer as answer
 from labutils.guesses import guess as guess
 from labutils.guesses import scores as scores
@@ -57,6 +56,8 @@ from labutils.techniques.loss import count_targets as count_targets
 from labutils.techniques.loss import lm_loss_sum as lm_loss_sum
 from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
+from labutils.training import ladder as ladder
+from labutils.training import profiles as profiles
 from labutils.training import speed as speed
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table

@@ -16,7 +16,8 @@ import labutils as lab
 from tests.helpers import REPO, committed
 
 STUB = REPO / "labutils" / "__init__.pyi"
-NOTEBOOKS = sorted(path.name for path in REPO.glob("0*.ipynb"))
+NOTEBOOKS = [path.name for path in sorted(REPO.glob("0*.ipynb"))]
+NOTEBOOKS += [f"further/{path.name}" for path in sorted(REPO.glob("further/*.ipynb"))]
 
 
 def stub_places() -> dict[str, str]:

@@ -12,9 +12,9 @@ STATEMENTS = (
         "only if activations are alive at the peak",
     ),
     (
-        "empty_cache() can make room for a tensor of this process.",
+        "empty_cache() frees tensors that a variable still holds.",
         False,
-        "PyTorch empties the cache itself first",
+        "it returns cached segments in which no tensor lives",
     ),
     (
         "nvidia-smi shows at least what PyTorch has reserved.",

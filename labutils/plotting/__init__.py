@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
+from labutils.plotting.ladder import guess_line, ladder
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
-from labutils.plotting.numbers import curves, heat_map, rates, reconcile
+from labutils.plotting.numbers import bars_beside, curves, heat_map, rates, reconcile, steps
 from labutils.plotting.predicted_time import predicted_times
 from labutils.plotting.runs import four_panels, loss_scale, losses, peaks, step_times, throughput
 from labutils.plotting.style import (
@@ -39,11 +40,14 @@ __all__ = [
     "STYLES",
     "VERMILION",
     "YELLOW",
+    "bars_beside",
     "bit_layout",
     "curves",
     "four_panels",
     "gradient_histogram",
+    "guess_line",
     "heat_map",
+    "ladder",
     "loss_scale",
     "losses",
     "peaks",
@@ -55,6 +59,7 @@ __all__ = [
     "snapshot",
     "stacked_memory",
     "step_times",
+    "steps",
     "throughput",
     "timeline",
     "training_step",

@@ -75,7 +75,7 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
     top = ledger.peak_bytes / MIB
     at_peak = at[by_category.sum(axis=0).argmax()]
     ax.plot(at_peak, top, "v", color=BLACK, ms=8)
-    ax.annotate(f"{top:,.1f} MiB", (at_peak, top), xytext=(6, 4), textcoords="offset points")
+    ax.annotate(f"{top:,.2f} MiB", (at_peak, top), xytext=(6, 4), textcoords="offset points")
     for phase, segment in ledger.timeline:
         start = segment[0][0] - begin
         end = segment[-1][0] - begin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -95,6 +96,46 @@ def curves(
         ax.set_xticks(log2_ticks, [f"{tick:g}" for tick in log2_ticks])
     if lines:
         ax.legend(frameon=False)
+    return ax
+
+
+def steps(
+    lines: Mapping[str, Sequence[float]], events: Sequence[str], ylabel: str, ax: Axes | None = None
+) -> Axes:
+    """Draw {label: [value after each event]} as steps; every label has as many values as events."""
+    ax = new_axis(ax, 9, 2.8)
+    for i, (label, values) in enumerate(lines.items()):
+        ax.plot(values, **line_look(i), drawstyle="steps-post", label=label)
+    ax.set_xticks(range(len(events)), [textwrap.fill(event, 14) for event in events])
+    ax.set(ylabel=ylabel, ylim=(0, None))
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
+def bars_beside(
+    groups: Mapping[str, Mapping[str, float]],
+    marks: Mapping[str, float],
+    mark_label: str,
+    xlabel: str,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw {kind: {row: value}} as bars of each row side by side, with {row: value} marked.
+
+    A row that a kind lacks has no bar of it.
+    """
+    rows = list(dict.fromkeys(row for values in groups.values() for row in values))
+    ax = new_axis(ax, 8, 0.45 * len(rows) + 1)
+    height = 0.8 / len(groups)
+    for i, (kind, values) in enumerate(groups.items()):
+        ys = [rows.index(row) + (i + 0.5) * height - 0.4 for row in values]
+        look = {"color": COLORS[i % len(COLORS)], "hatch": ("", "//")[i % 2], "edgecolor": "white"}
+        ax.barh(ys, list(values.values()), height=height, label=kind, **look)
+    ys = [rows.index(row) for row in marks]
+    ax.plot(list(marks.values()), ys, "|", color=BLACK, ms=22, mew=2, label=mark_label)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.invert_yaxis()
+    ax.set_xlabel(xlabel)
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 

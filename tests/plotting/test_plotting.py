@@ -13,6 +13,7 @@ from labutils import plotting
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction.time import TimeLedger
 from labutils.training.records import Series
+from tests.training.test_ladder import rows_of
 from tests.training.test_records import record
 
 PARTS = {
@@ -51,6 +52,13 @@ DRAWINGS = {
         {"measured": {1: 2.0, 4: None, 8: 1.0}}, "batch", "ms", ax, (1, 4, 8)
     ),
     "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
+    "bars_beside": lambda ax: plotting.bars_beside(
+        {"kept": {"block": 2.0, "head": 1.0}, "parameters": {"block": 1.0}},
+        {"block": 2.0},
+        "predicted",
+        "MiB",
+        ax,
+    ),
     "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
 }
 
@@ -116,7 +124,7 @@ def test_timeline_shows_every_phase_and_marks_the_peak(device):
     ledger = lab.predict_memory(lab.load_config("fp32", model="gpt2-nano", seq_len=32), device)
     ax = plotting.timeline(ledger)
     peak_mib = ledger.peak_bytes / 2**20
-    assert {"forward", "backward", f"{peak_mib:,.1f} MiB"} <= set(words(ax.texts))
+    assert {"forward", "backward", f"{peak_mib:,.2f} MiB"} <= set(words(ax.texts))
     highest = 0.0
     for layer in ax.collections:
         for path in layer.get_paths():
@@ -161,3 +169,29 @@ def test_a_predicted_step_is_drawn_with_its_shares_its_band_and_what_was_publish
 def test_the_drawing_of_a_step_names_its_parts():
     texts = {text.get_text() for text in plotting.training_step().texts}
     assert {"forward", "loss", "backward", "optimizer step", "clear"} <= texts
+
+
+def test_steps_have_a_tick_for_each_event():
+    ax = plotting.steps({"reserved": [1, 2], "allocated": [1, 1]}, ["first", "second"], "MiB")
+    assert words(ax.get_xticklabels()) == ["first", "second"]
+    assert [list(line.get_ydata()) for line in ax.lines] == [[1, 2], [1, 1]]
+    plt.close("all")
+
+
+def test_a_guess_that_was_not_made_is_not_drawn():
+    _, ax = plt.subplots()
+    plotting.guess_line(ax, None)
+    assert not ax.lines
+    plotting.guess_line(ax, 3.0)
+    assert ax.lines[0].get_xdata()[0] == 3.0
+    plt.close("all")
+
+
+def test_a_ladder_shows_rows_that_are_not_here():
+    rows = rows_of([8.0, 4.0])
+    rows["row 1"].measured_mib = None
+    left, right = plotting.ladder(rows, rows_of([80.0, 40.0]))
+    assert " not measured here" in words(left.texts)
+    assert words(right.texts) == ["80", "40"]
+    assert words(left.get_yticklabels()) == ["row 0", "row 1"]
+    plt.close("all")

@@ -1,0 +1,105 @@
+"""torch.profiler and a clock on any piece of code: time and bytes of each operation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from labutils.files import runs_dir
+from labutils.memory.device_memory import free_memory
+
+WARM_UP = 2  # calls that are left out: they choose kernels and allocate
+
+
+def record(
+    call: Callable[[], object], device: torch.device, n: int = 2, *, memory: bool = False
+) -> profile:
+    """Return a profile of `n` calls after WARM_UP others, with the shapes of inputs.
+
+    `memory` records bytes as well, which takes time: do not read times from such a profile.
+    """
+    return _record(call, device, n, profile_memory=memory)
+
+
+def record_stacks(call: Callable[[], object], device: torch.device) -> profile:
+    """Return a profile of one call with the Python lines of each operation."""
+    # without `verbose` the stacks stay empty in some versions of torch
+    verbose = torch._C._profiler._ExperimentalConfig(verbose=True)
+    return _record(call, device, 1, with_stack=True, experimental_config=verbose)
+
+
+def _record(call: Callable[[], object], device: torch.device, n: int, **options) -> profile:
+    free_memory()
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    plan = schedule(wait=1, warmup=WARM_UP - 1, active=n)
+    with profile(activities=activities, schedule=plan, record_shapes=True, **options) as found:
+        for _ in range(WARM_UP + n):
+            call()
+            found.step()
+    return found
+
+
+def own_ms(found: profile, device: torch.device, shape: tuple[int, ...] = ()) -> dict[str, tuple]:
+    """Return {operation: (ms of its own, calls)}, largest first.
+
+    On a GPU the time is that of the operation's kernels. Kernels and the profiler's own
+    annotations are listed by torch as well: they are left out, so no time counts twice. With a
+    `shape` only operations count whose first input has it.
+    """
+    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    return _sums(found, by, 1e-3, shape)
+
+
+def own_mib(found: profile, device: torch.device) -> dict[str, tuple]:
+    """Return {operation: (MiB it allocates less what it frees, calls)}, largest first.
+
+    The profile needs `memory=True`.
+    """
+    by = "self_device_memory_usage" if device.type == "cuda" else "self_cpu_memory_usage"
+    return _sums(found, by, 2**-20, ())
+
+
+def _sums(found: profile, by: str, unit: float, shape: tuple[int, ...]) -> dict[str, tuple]:
+    sums: dict[str, tuple[float, int]] = {}
+    for event in found.key_averages(group_by_input_shape=bool(shape)):
+        if event.device_type != torch.autograd.DeviceType.CPU or event.is_user_annotation:
+            continue
+        if event.key.startswith("ProfilerStep"):
+            continue
+        if shape and not (event.input_shapes and tuple(event.input_shapes[0]) == shape):
+            continue
+        name = event.key.removeprefix("aten::")
+        value, calls = sums.get(name, (0.0, 0))
+        sums[name] = (value + unit * getattr(event, by), calls + event.count)
+    return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
+
+
+def clock_ms(call: Callable[[], object], device: torch.device, n: int = 7) -> list[float]:
+    """Return the milliseconds of `n` calls after one that is left out; nothing is recorded."""
+    times = []
+    for _ in range(n + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1000 * (time.perf_counter() - begin))
+    return times[1:]
+
+
+def save_trace(found: profile, name: str) -> Path:
+    """Write a profile as a Chrome trace into runs/, and return its path.
+
+    Raises OSError if runs/ cannot be written.
+    """
+    path = runs_dir() / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(path))
+    return path
