@@ -5,6 +5,7 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 
 from __future__ import annotations
 
+from labutils.plotting.checkpointing import kept_along, mark_guess, pareto, pareto_front
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import curves, heat_map, rates, reconcile
@@ -43,8 +44,12 @@ __all__ = [
     "four_panels",
     "gradient_histogram",
     "heat_map",
+    "kept_along",
     "loss_scale",
     "losses",
+    "mark_guess",
+    "pareto",
+    "pareto_front",
     "peaks",
     "predicted_times",
     "ranges",

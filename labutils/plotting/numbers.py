@@ -24,24 +24,25 @@ def reconcile(
 
     The value 1 is marked. None is left out.
     """
-    ax = new_axis(ax, 7, 0.6 * len(rows) + 1.4)
+    ax = new_axis(ax, 7, 0.8 * len(rows) + 1.2)
     kinds = _kinds(rows)
     for i, kind in enumerate(kinds):
         xs, ys = [], []
+        # each kind on a line of its own within the row, so that equal values stay readable
+        line = 0.7 * (i + 0.5) / len(kinds) - 0.35
         for y, values in enumerate(rows.values()):
             if values.get(kind) is not None:
                 xs.append(float(values[kind]))
-                ys.append(y)
-        above = i % 2 == 0  # alternately above and below, so that close points stay readable
+                ys.append(y + line)
         for x, y in zip(xs, ys, strict=True):
-            _write_beside(ax, x, y, unit, above)
+            _write_beside(ax, x, y, unit)
         if xs:
             ax.plot(xs, ys, MARKERS[i], color=COLORS[i], ms=9, label=kind)
     ax.axvline(1, color=BLACK, lw=0.8, ls=":")
     _set_log_ticks(ax)
     ax.set_yticks(range(len(rows)), list(rows))
-    ax.set_ylim(len(rows) - 0.5, -0.6)
-    ax.margins(x=0.1)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.margins(x=0.15)
     ax.set_xlabel(what)
     if kinds and rows:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -55,10 +56,9 @@ def _kinds(rows: Mapping[str, Mapping[str, float | None]]) -> list[str]:
     return list(kinds)
 
 
-def _write_beside(ax: Axes, x: float, y: float, unit: str, above: bool) -> None:
+def _write_beside(ax: Axes, x: float, y: float, unit: str) -> None:
     text = f"{x:,.0f}{unit}" if x >= 1000 else f"{x:.3g}{unit}"
-    offset = (0, 8 if above else -17)
-    ax.annotate(text, (x, y), xytext=offset, textcoords="offset points", ha="center")
+    ax.annotate(text, (x, y), xytext=(8, 0), textcoords="offset points", va="center")
 
 
 def _set_log_ticks(ax: Axes) -> None:
