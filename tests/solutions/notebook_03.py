@@ -48,7 +48,7 @@ SOLUTIONS = [
     Solution(
         "segment_lengths",
         given=(24, 16),
-        right=[[2] * 4 + [1] * 16, [2, 2, 2, 1, 2] + [1] * 15],
+        right=[[2] * 4 + [1] * 16, (2, 2, 2, 2, *[1] * 16)],
         wrong=[
             ([1] * 24, "one checkpoint per layer"),
             ([2] * 12, "equally long"),
