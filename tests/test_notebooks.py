@@ -201,9 +201,14 @@ def test_a_cell_that_should_have_raised_fails(tmp_path):
     assert "raised nothing" in answer.stdout
 
 
-def test_checked_output_that_differs_fails(tmp_path):
+@pytest.mark.parametrize(
+    "cell",
+    [("# NBVAL_CHECK_OUTPUT\nprint(1)", []), ("print(1)", ["nbval-check-output"])],
+    ids=["comment", "tag"],
+)
+def test_checked_output_that_differs_fails(tmp_path, cell):
     path = tmp_path / "x.ipynb"
-    run_pytest(tmp_path, [("# NBVAL_CHECK_OUTPUT\nprint(1)", [])])
+    run_pytest(tmp_path, [cell])
     notebook = json.loads(path.read_text())
     notebook["cells"][0]["outputs"] = [{"output_type": "stream", "name": "stdout", "text": ["2\n"]}]
     notebook["cells"][0]["execution_count"] = 1
