@@ -28,6 +28,7 @@ from labutils.memory.measure import measure_step as measure_step
 from labutils.memory.tensors import flat_gradient as flat_gradient
 from labutils.memory.tensors import kept_by_kind as kept_by_kind
 from labutils.memory.tensors import saved_for_backward as saved_for_backward
+from labutils.memory.tensors import saved_names as saved_names
 from labutils.prediction import allocator as allocator
 from labutils.prediction import arithmetic as arithmetic
 from labutils.prediction.advise import advise as advise
@@ -43,6 +44,7 @@ from labutils.prediction.module import predict_module as predict_module
 from labutils.prediction.published import published as published
 from labutils.prediction.sizes import fitting as fitting
 from labutils.prediction.sizes import largest_micro_batch as largest_micro_batch
+from labutils.prediction.sizes import longest_sequence as longest_sequence
 from labutils.prediction.sizes import shape_that_fits as shape_that_fits
 from labutils.prediction.sizes import size_that_fits as size_that_fits
 from labutils.prediction.time import predict_module_time as predict_module_time
@@ -52,6 +54,7 @@ from labutils.session import setup as setup
 from labutils.techniques import autocast_dtypes as autocast_dtypes
 from labutils.techniques import float_formats as _float_formats
 from labutils.techniques import precision as precision
+from labutils.techniques.checkpointing import set_checkpointing as set_checkpointing
 from labutils.techniques.loss import count_targets as count_targets
 from labutils.techniques.loss import lm_loss_sum as lm_loss_sum
 from labutils.techniques.precision import autocast as autocast
@@ -75,6 +78,7 @@ from labutils.training.records import find_runs as find_runs
 from labutils.training.records import load_record as load_record
 from labutils.training.records import reference_runs as reference_runs
 from labutils.training.speed import flops_per_token as flops_per_token
+from labutils.training.turns import time_in_turns as time_in_turns
 from labutils.workload.build import build as build
 from labutils.workload.data import batches as batches
 from labutils.workload.data import load_corpus as load_corpus

@@ -150,6 +150,51 @@ def placement(kept: Sequence[float], input_size: float, answer: Sequence[int] | 
     return f"{given} The huge layer stands alone; do the others need so many segments?"
 
 
+@exercise(
+    hints=(
+        "Backward goes from the last segment to the first, and frees each input when it is done.",
+        "How many inputs are still there while the first segment is computed again? And the last?",
+        "Which segments can be longer than the others without raising the peak?",
+    )
+)
+def segment_lengths(n_layer: int, ratio: float, answer: Sequence[int] | None) -> str | None:
+    """Check lengths of segments, first to last, that make the peak as small as possible.
+
+    While segment i is computed again, i inputs are alive, and `ratio` inputs for each of its
+    layers.
+    """
+    is_list = isinstance(answer, (list, tuple)) and len(answer) > 0
+    if not is_list or not all(isinstance(one, int) and one > 0 for one in answer):
+        return "the answer is a list of whole numbers above 0: the segments' lengths, in order."
+    if sum(answer) != n_layer:
+        return f"these segments have {sum(answer)} layers together; there are {n_layer}."
+    peak = _peak_of_lengths(answer, ratio)
+    if peak == _smallest_peak_of_lengths(n_layer, ratio):
+        return None
+    given = f"{peak:g} inputs at the peak; less is possible."
+    if len(answer) == n_layer:
+        return f"{given} That is one checkpoint per layer: all inputs are alive at the end."
+    if _peak_of_lengths(sorted(answer, reverse=True), ratio) < peak:
+        return f"{given} The same segments in another order need less."
+    if len(set(answer)) == 1:
+        return f"{given} Need all segments be equally long?"
+    return f"{given} Some segments are longer or shorter than the number of inputs then allows."
+
+
+def _peak_of_lengths(lengths: Sequence[int], ratio: float) -> float:
+    return max(i + ratio * length for i, length in enumerate(lengths, 1))
+
+
+def _smallest_peak_of_lengths(n_layer: int, ratio: float) -> float:
+    """Return the smallest peak: below it the longest possible segments hold too few layers."""
+    candidates = {i + ratio * n for i in range(1, n_layer + 1) for n in range(1, n_layer + 1)}
+    for peak in sorted(candidates):
+        held = sum(int((peak - i) / ratio) for i in range(1, n_layer + 1) if peak > i)
+        if held >= n_layer:
+            return peak
+    raise AssertionError("one segment holds all layers")
+
+
 def _largest_segment(kept: Sequence[float], starts: Sequence[int]) -> float:
     ends = [*starts[1:], len(kept)]
     return max(sum(kept[start:end]) for start, end in zip(starts, ends, strict=True))

@@ -5,6 +5,7 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 
 from __future__ import annotations
 
+from labutils.plotting.checkpointing import kept_along, mark_guess, pareto, pareto_front
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.ladder import guess_line, ladder
@@ -47,9 +48,13 @@ __all__ = [
     "gradient_histogram",
     "guess_line",
     "heat_map",
+    "kept_along",
     "ladder",
     "loss_scale",
     "losses",
+    "mark_guess",
+    "pareto",
+    "pareto_front",
     "peaks",
     "predicted_times",
     "ranges",

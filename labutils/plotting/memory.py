@@ -18,11 +18,12 @@ def stacked_memory(
     peaks: Mapping[str, Mapping[str, float]],
     ax: Axes | None = None,
     marks: Mapping[str, float | None] | None = None,
+    xlabel: str = "bytes allocated at the peak, MiB",
 ) -> Axes:
     """Draw {label: {category: bytes}} as stacked bars, in MiB.
 
     A category without bytes is left out. `marks` are {label: bytes} drawn as lines across the bars,
-    for example a guess; None is left out.
+    for example a guess; None is left out. `xlabel` says of which instant the bytes are.
     """
     ax = new_axis(ax, 8, 0.45 * len(peaks) + 1.9)
     for row, parts in enumerate(peaks.values()):
@@ -38,14 +39,15 @@ def stacked_memory(
     ax.set_yticks(range(len(peaks)), list(peaks))
     ax.invert_yaxis()
     ax.margins(x=0.14)
-    ax.set_xlabel("bytes allocated at the peak, MiB")
+    ax.set_xlabel(xlabel)
     handles, labels = ax.get_legend_handles_labels()
     each_once = dict(zip(labels, handles, strict=True))
     ax.legend(
         each_once.values(),
         each_once,
         loc="upper center",
-        bbox_to_anchor=(0.5, -0.25),
+        bbox_to_anchor=(0.5, 0),
+        borderaxespad=4.5,  # in font sizes: the same distance below a low and a high figure
         ncols=3,
         frameon=False,
     )

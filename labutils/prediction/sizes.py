@@ -46,6 +46,33 @@ def largest_micro_batch(
     return low
 
 
+def longest_sequence(
+    config: Config,
+    budget_gib: float,
+    device: str | torch.device | Card = "a100",
+    *,
+    unit: int = 1024,
+    limit: int = 32768,
+) -> int:
+    """Return the longest sequence, in tokens, of which one fits: a multiple of `unit`, or 0.
+
+    At most `limit`, which a config may name. One ledger answers for each length that is tried: the
+    interval between a length that fits and one that does not is halved until it is one unit.
+    """
+    low, high = 0, limit // unit + 1  # in units: `low` fits, `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        tokens = middle * unit
+        one = config.model_copy(
+            update={"seq_len": tokens, "micro_batch_size": 1, "tokens_per_step": tokens}
+        )
+        if largest_micro_batch(one, budget_gib, device, limit=1):
+            low = middle
+        else:
+            high = middle
+    return low * unit
+
+
 @lru_cache(maxsize=4)
 def _batch_sizes(config_json: str, card: Card) -> BatchSizes:
     """Return the predictions for a resolved config. The next budget finds their traces."""

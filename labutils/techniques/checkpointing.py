@@ -66,6 +66,21 @@ class CheckpointedBlocks(nn.ModuleList):
         )
 
 
+def set_checkpointing(model: nn.Module, policy: str) -> None:
+    """Switch a GPT-2 of `build_model` to another policy; weights and their names stay.
+
+    `policy` is a name of CHECKPOINTING. So two policies can be compared on one model, step by step.
+    Raises ValueError for an unknown name.
+    """
+    is_on = CHECKPOINTING[policy].is_on
+    transformer = model.transformer
+    blocks = [transformer.h[i] for i in range(len(transformer.h))]
+    plain = nn.ModuleList(blocks)
+    transformer.h = plain
+    if is_on:
+        transformer.h = CheckpointedBlocks(plain, policy, model.config.attn_pdrop)
+
+
 def _nothing() -> tuple[nullcontext, nullcontext]:
     return nullcontext(), nullcontext()
 

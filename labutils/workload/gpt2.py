@@ -68,10 +68,7 @@ def build_model(
     else:
         built = _random(row, n_layer, seq_len, pad_vocab, switches)
     if policy.is_on:
-        blocks = built.transformer.h
-        built.transformer.h = checkpointing.CheckpointedBlocks(
-            blocks, policy.name, built.config.attn_pdrop
-        )
+        checkpointing.set_checkpointing(built, policy.name)
     use_attention(built, attention)
     return built.train()  # from_pretrained returns eval(), which switches dropout off silently
 

@@ -194,4 +194,34 @@ def test_a_ladder_shows_rows_that_are_not_here():
     assert " not measured here" in words(left.texts)
     assert words(right.texts) == ["80", "40"]
     assert words(left.get_yticklabels()) == ["row 0", "row 1"]
+
+
+def test_points_that_others_beat_are_not_on_the_front():
+    points = {"small": (1.0, 9.0), "fast": (3.0, 2.0), "beaten": (3.5, 2.5), "noise": (3.0, 2.05)}
+    assert plotting.pareto_front(points) == ["small", "fast", "noise"]
+    assert plotting.pareto_front(points, tolerance=0.0) == ["small", "fast"]
+    ax = plotting.pareto(points)
+    assert words(ax.get_legend().get_texts()) == [*points, "Pareto front"]
+    plt.close("all")
+
+
+def test_equal_values_of_a_row_stand_on_lines_of_their_own():
+    ax = plotting.reconcile({"peak": {"ledger": 2.0, "measured": 2.0}}, "gain")
+    heights = {float(line.get_ydata()[0]) for line in ax.get_lines()[:2]}
+    assert len(heights) == 2
+    plt.close("all")
+
+
+def test_a_guess_is_marked_only_if_there_is_one():
+    ax = plotting.curves({"measured": {1: 2.0}}, "batch", "ms")
+    plotting.mark_guess(1, None, ax)
+    assert len(ax.get_lines()) == 1
+    plotting.mark_guess(1, 3.0, ax)
+    assert words(ax.get_legend().get_texts()) == ["measured", "your guess"]
+    plt.close("all")
+
+
+def test_a_block_has_a_column_for_each_tensor():
+    ax = plotting.kept_along({"input of norm 1": 1, "input of GELU": 4})
+    assert [patch.get_height() for patch in ax.patches] == [1, 4]
     plt.close("all")

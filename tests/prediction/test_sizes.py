@@ -8,6 +8,7 @@ import torch
 import labutils as lab
 from labutils.config.cards import CARDS
 from labutils.machine import here
+from labutils.prediction import sizes
 
 
 @pytest.fixture
@@ -41,3 +42,21 @@ def test_a_model_that_does_not_fit_the_card_gives_way_to_a_smaller_one(card_of):
 def test_on_a_cpu_the_config_says_how_large(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert lab.size_that_fits(lab.load_config("checkpointing").on("cpu")) == {}
+
+
+def test_the_longest_sequence_fits_and_one_unit_more_does_not(monkeypatch):
+    tried = []
+
+    def fits(config, budget_gib, device, limit):
+        tried.append(config.seq_len)
+        assert config.micro_batch_size == limit == 1
+        assert config.tokens_per_step == config.seq_len
+        return int(config.seq_len <= budget_gib)
+
+    monkeypatch.setattr(sizes, "largest_micro_batch", fits)
+    config = lab.load_config("checkpointing")
+    assert sizes.longest_sequence(config, 5000) == 4096
+    assert len(tried) <= 6
+    assert sizes.longest_sequence(config, 5000, unit=512) == 4608
+    assert sizes.longest_sequence(config, 100) == 0
+    assert sizes.longest_sequence(config, 10**6) == 32768

@@ -46,6 +46,21 @@ SOLUTIONS = [
         ],
     ),
     Solution(
+        "segment_lengths",
+        given=(24, 16),
+        right=[[2] * 4 + [1] * 16, (2, 2, 2, 2, *[1] * 16)],
+        wrong=[
+            ([1] * 24, "one checkpoint per layer"),
+            ([2] * 12, "equally long"),
+            ([1] * 16 + [2] * 4, "another order"),
+            ([3] + [1] * 21, "than the number of inputs"),
+            ([24], "equally long"),
+            ([2] * 4, "8 layers together"),
+            ([0, 24], "whole numbers above 0"),
+            (20, "whole numbers above 0"),
+        ],
+    ),
+    Solution(
         "placement",
         given=(KEPT_MIB, 1),
         right=[STARTS, [0.0, 4.0, 5.0]],

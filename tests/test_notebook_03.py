@@ -1,0 +1,148 @@
+"""What notebook 03 must not lose again, and what its pages promise."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import nbformat
+import pytest
+
+from tests.helpers import committed
+
+NOTEBOOK = "03-Gradient_Checkpointing.ipynb"
+TRAINING = ("run_experiment", "measure_step", "train(", "backward(", "time_in_turns")
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[nbformat.NotebookNode]:
+    return nbformat.reads(committed(NOTEBOOK), as_version=4).cells
+
+
+def sections(cells) -> dict[str, list[nbformat.NotebookNode]]:
+    found, title = {}, "setup"
+    for cell in cells:
+        heading = re.match(r"##? (.+)", cell.source) if cell.cell_type == "markdown" else None
+        title = heading.group(1) if heading else title
+        found.setdefault(title, []).append(cell)
+    return found
+
+
+def prose(cells) -> str:
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+def code(cells) -> str:
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "code")
+
+
+def missing(cells) -> list[str]:
+    """Return what a notebook announces and does not have."""
+    text, found = prose(cells), []
+    numbers = [int(n) for n in re.findall(r"^## (\d+) · ", text, re.M)]
+    if numbers != list(range(1, len(numbers) + 1)):
+        found.append(f"sections {numbers}")
+    for n in re.findall(r"\b[Ss]ection (\d+)", text):
+        if int(n) not in numbers:
+            found.append(f"section {n}")
+    ordinals = ("First", "Second", "Third", "Fourth")
+    cases = re.findall(rf"^\*\*({'|'.join(ordinals)}) case:", text, re.M)
+    if cases != list(ordinals):
+        found.append(f"cases {cases}")
+    asked = re.findall(r"lab\.guess\(\s*\"(\w+)\"", code(cells))
+    answered = re.findall(r"lab\.answer\(\s*\"(\w+)\"", code(cells))
+    if sorted(asked) != sorted(answered) or text.count("**Guess.**") != len(asked):
+        found.append(f"guesses {asked}, answers {answered}")
+    return found
+
+
+def test_what_is_announced_is_there(cells):
+    assert missing(cells) == []
+
+
+@pytest.mark.parametrize(
+    "start", ["## 6 · What it buys", "**Third case", "lab.answer", "price_guess", "## 3 · "]
+)
+def test_a_lost_cell_is_noticed(cells, start):
+    lost = [i for i, cell in enumerate(cells) if cell.source.startswith(start)]
+    lost = lost or [i for i, cell in enumerate(cells) if f"\n{start}" in cell.source]
+    assert missing([*cells[: lost[0]], *cells[lost[0] + 1 :]])
+
+
+def test_five_or_six_guesses_each_before_its_answer(cells):
+    names = re.findall(r"lab\.(guess|answer)\(\s*\"(\w+)\"", code(cells))
+    asked = [name for call, name in names if call == "guess"]
+    assert 5 <= len(asked) <= 6
+    for name in asked:
+        assert names.index(("guess", name)) < names.index(("answer", name))
+
+
+def test_cells_are_short_and_a_heading_begins_its_cell(cells):
+    for cell in cells:
+        if cell.cell_type == "code":
+            assert len(cell.source.splitlines()) <= 15, cell.source
+            assert max(map(len, cell.source.splitlines())) <= 100
+        else:
+            headings = re.findall(r"^#+ ", cell.source, re.M)
+            assert len(headings) <= 1
+            assert not headings or cell.source.startswith("#")
+            assert len(cell.source.split()) > 2, "a word is no paragraph"
+
+
+def test_at_least_ten_cells_are_compared(cells):
+    compared = [c for c in cells if "nbval-check-output" in c.metadata.get("tags", [])]
+    assert len(compared) >= 10
+    assert all(cell.outputs for cell in compared)
+
+
+def test_every_figure_has_a_title_and_a_description(cells):
+    for cell, after in zip(cells, [*cells[1:], None], strict=True):
+        if cell.cell_type == "code" and "plt.show()" in cell.source:
+            assert "ax.set_title(f" in cell.source
+            assert after.source.startswith("*The figure shows")
+
+
+def test_each_section_ends_with_what_you_now_know(cells):
+    for title, part in sections(cells).items():
+        if code(part) and not title.startswith("03"):
+            assert "**What you now know.**" in part[-1].source, title
+
+
+def test_results_train_nothing(cells):
+    results = next(part for title, part in sections(cells).items() if title.startswith("7 · "))
+    assert not [word for word in TRAINING if word in code(results)]
+
+
+def assigned(source: str) -> set[str]:
+    """Return the names that a cell sets for later cells; loop variables are not meant for them."""
+    found = set()
+    for node in ast.parse(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in targets:
+            found |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+    return found - {"ax"}
+
+
+def test_no_section_overwrites_a_name_of_another(cells):
+    """So filling in a guess after Run All and running any one cell again gives the same result."""
+    owner: dict[str, str] = {}
+    for title, part in sections(cells).items():
+        for cell in part:
+            if cell.cell_type == "code":
+                for name in assigned(cell.source):
+                    assert owner.setdefault(name, title) == title, name
+
+
+def test_no_sentence_is_long(cells):
+    for cell in cells:
+        if cell.cell_type != "markdown":
+            continue
+        text = cell.source.partition("**Sources.**")[0]
+        for paragraph in re.split(r"\n\s*\n|\n[-|] ?", text):
+            for sentence in re.split(r"(?<=[.?!:;])\*{0,2}\s+", paragraph):
+                assert len(sentence.split()) <= 25, sentence
+
+
+def test_nothing_is_promised(cells):
+    printed = " ".join(o.get("text", "") for c in cells for o in c.get("outputs", []))
+    assert "not recorded" not in printed and "Guess(" not in str(cells)
