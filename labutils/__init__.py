@@ -83,7 +83,6 @@ _NAMES = {
     "training.loop": ("to_device", "train"),
     "training.paired": ("paired_difference",),
     "training.records": ("find_runs", "load_record", "reference_runs"),
-    "training.turns": ("time_in_turns",),
     "training.speed": ("flops_per_token",),
     "workload.build": ("build",),
     "workload.data": ("batches", "load_corpus", "padded_batches", "padded_window", "sequences"),

@@ -78,7 +78,6 @@ from labutils.training.records import find_runs as find_runs
 from labutils.training.records import load_record as load_record
 from labutils.training.records import reference_runs as reference_runs
 from labutils.training.speed import flops_per_token as flops_per_token
-from labutils.training.turns import time_in_turns as time_in_turns
 from labutils.workload.build import build as build
 from labutils.workload.data import batches as batches
 from labutils.workload.data import load_corpus as load_corpus

@@ -83,3 +83,10 @@ def test_what_this_device_cannot_measure_has_no_score():
     guesses.answer("speed", None, predicted=1.5)
     row = guesses.scores().loc["speed"]
     assert row["right"] == "" and row["guess / measured"] is None
+
+
+def test_a_result_of_zero_is_scored_too(capsys):
+    guesses.guess("saved", "saved", 5)
+    guesses.answer("saved", 0)
+    assert "not right" in capsys.readouterr().out
+    assert guesses.scores().loc["saved", "right"] == "no"
