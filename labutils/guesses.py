@@ -103,11 +103,16 @@ def answer(name: str, measured: float | None, predicted: float | None = None) ->
     made.predicted = None if predicted is None else float(predicted)
     if made and made.measured is not None:
         late = "" if made.was_early else " (made after the result)"
-        verdict = (
-            "right" if made.is_right else f"{made.middle / made.measured:.2g} times the result"
-        )
-        print(f"your guess{late}: {_shown(made)}; measured: {made.measured:.4g}: {verdict}")
+        print(f"your guess{late}: {_shown(made)}; measured: {made.measured:.4g}: {_verdict(made)}")
     return made
+
+
+def _verdict(made: Guess) -> str:
+    if made.is_right:
+        return "right"
+    if made.measured == 0:
+        return "not right"
+    return f"{made.middle / made.measured:.2g} times the result"
 
 
 def _shown(made: Guess) -> str:
