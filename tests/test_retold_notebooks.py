@@ -76,12 +76,15 @@ def test_nothing_is_promised_for_later(name):
 
 def test_a_class_gets_copies_without_outputs(tmp_path, capsys):
     assert main(["labs", "--student", str(tmp_path)]) == 0
-    copies = sorted(tmp_path.glob("0*.ipynb"))
-    assert len(copies) == 4
-    for copy in copies:
-        copied = nbformat.read(copy, as_version=4).cells
+    originals = {
+        path.name: path for path in [*REPO.glob("0*.ipynb"), *REPO.glob("further/*.ipynb")]
+    }
+    assert {path.name for path in tmp_path.iterdir()} == originals.keys()
+    for name, original in originals.items():
+        copied = nbformat.read(tmp_path / name, as_version=4).cells
         assert all(not cell.outputs for cell in copied if cell.cell_type == "code")
-        assert [cell.source for cell in copied] == [cell.source for cell in cells(copy.name)]
+        sources = [cell.source for cell in nbformat.read(original, as_version=4).cells]
+        assert [cell.source for cell in copied] == sources
     assert main(["labs", "--student", str(tmp_path)]) == 1
     assert "exists already" in capsys.readouterr().err
 

@@ -180,7 +180,8 @@ def labs(options: argparse.Namespace) -> int:
     """Execute notebooks, all of them or those named; or write copies of them for students."""
     from labutils.tools.labs import execute, write_student_copy
 
-    chosen = [Path(name) for name in options.notebook] or sorted(REPO_DIR.glob("0*.ipynb"))
+    all_of_them = [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
+    chosen = [Path(name) for name in options.notebook] or all_of_them
     if options.student:
         for path in chosen:
             source = path if path.exists() else REPO_DIR / path.name
