@@ -13,6 +13,7 @@ from labutils.plotting.style import (
     BLUE,
     COLORS,
     ORANGE,
+    PURPLE,
     SKY,
     STYLES,
     VERMILION,
@@ -36,7 +37,8 @@ def bit_layout(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None)
                 label = part if row == i == 0 else None
                 ax.barh(row, 0.92, left=start + i, color=color, edgecolor="white", label=label)
             if n_bits > 1:
-                ax.text(start + n_bits / 2, row, str(n_bits), ha="center", va="center", color=BLACK)
+                middle = start + n_bits // 2 + 0.46  # of a square, not of a gap
+                ax.text(middle, row, str(n_bits), ha="center", va="center", color=BLACK)
             start += n_bits
     _name_rows(ax, formats)
     ax.set_xlabel("bit")
@@ -82,6 +84,9 @@ def relative_spacing(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None =
         width = 5 - i  # two lines coincide in part: the later, narrower one leaves both visible
         look = {"color": COLORS[i], "ls": STYLES[i], "lw": width}
         ax.plot(exponents, np.log2(spacing), **look, label=form.name)
+        if form is FP16:  # it lies on TF32's line but for its subnormal numbers: name it there
+            at = (exponents[0], np.log2(spacing[0]))
+            ax.annotate("FP16", at, xytext=(6, -4), textcoords="offset points", color=COLORS[i])
     ax.set_xlabel("number, powers of two")
     ax.set_ylabel("relative spacing, powers of two")
     ax.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.35))
@@ -103,9 +108,9 @@ def gradient_histogram(gradients: torch.Tensor, scale: float = 1.0, ax: Axes | N
         (lowest, zero, VERMILION, "becomes 0"),
         (zero, normal, YELLOW, "subnormal"),
         (normal, infinite, "white", "normal"),
-        (infinite, highest, VERMILION, "inf"),
+        (infinite, highest, PURPLE, "inf"),
     ):
-        ax.axvspan(left, right, color=color, alpha=0.25, lw=0)
+        ax.axvspan(left, right, color=color, alpha=0.25, lw=0, zorder=0)  # behind the bars
         ax.text((left + right) / 2, top * 1.01, text, ha="center", va="bottom", fontsize="small")
     ax.set_xlim(lowest, highest)
     ax.set_xlabel(f"|gradient| × {scale:g}, powers of two")

@@ -44,8 +44,8 @@ def reconcile(
     _set_log_ticks(ax)
     ax.set_yticks(range(len(rows)), list(rows))
     ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.margins(x=0.15)
-    ax.set_xlabel(what)
+    ax.margins(x=0.25)
+    ax.set_xlabel(f"{what} (log scale)")
     if kinds and rows:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax

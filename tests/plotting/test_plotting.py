@@ -155,15 +155,28 @@ def test_a_predicted_step_is_drawn_with_its_shares_its_band_and_what_was_publish
         "fast": ledger(10, 0.5, matrix=1),
     }
     ax = plotting.predicted_times(ledgers, {"slow": 900, "elsewhere": 1})
-    ends = [bar.get_x() + bar.get_width() for bar in ax.patches]
-    assert max(ends[:4]) == pytest.approx(1000) and max(ends[4:]) == pytest.approx(10)
-    bands = [line.get_xdata() for line in ax.lines if len(line.get_xdata()) == 2]
+    _, right = ax.figure.axes
+    shares = [(bar.get_x(), bar.get_width()) for bar in right.patches]
+    assert shares == [(0, 50), (50, 0), (50, 0), (50, 50), (0, 100), (100, 0), (100, 0), (100, 0)]
+    assert right.get_xscale() == "linear" and ax.get_xscale() == "log"
+    named = [text.get_text() for text in right.get_legend().texts]
+    assert named == ["matrix products", "launches"]
+    bands = [line.get_xdata() for line in ax.lines if line.get_marker() == "None"]
     assert [list(band) for band in bands] == [
         [pytest.approx(800), pytest.approx(1200)],
         [pytest.approx(5), pytest.approx(15)],
     ]
-    (points,) = [line for line in ax.lines if line.get_label() == "published"]
-    assert list(points.get_xdata()) == [900] and list(points.get_ydata()) == [0]
+    predicted, points = [line for line in ax.lines if line.get_marker() in "oD"]
+    assert list(predicted.get_xdata()) == [1000, 10] and list(predicted.get_ydata()) == [0, 1]
+    assert points.get_label() == "published" and list(points.get_xdata()) == [900]
+    assert -0.5 < points.get_ydata()[0] < 0  # above its own row, below the row before
+    plt.close("all")
+
+
+def test_predicted_steps_are_drawn_on_a_given_pair_of_axes():
+    _, pair = plt.subplots(1, 2)
+    assert plotting.predicted_times({"one": ledger(10, 0.5, matrix=1)}, ax=pair) is pair[0]
+    plt.close("all")
 
 
 def test_the_drawing_of_a_step_names_its_parts():
