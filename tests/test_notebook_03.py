@@ -98,7 +98,7 @@ def test_at_least_ten_cells_are_compared(cells):
 def test_every_figure_has_a_title_and_a_description(cells):
     for cell, after in zip(cells, [*cells[1:], None], strict=True):
         if cell.cell_type == "code" and "plt.show()" in cell.source:
-            assert "ax.set_title(f" in cell.source
+            assert re.search(r"\b(set_title|suptitle)\(f", cell.source)
             assert after.source.startswith("*The figure shows")
 
 
