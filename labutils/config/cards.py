@@ -4,11 +4,13 @@ Memory is what torch sees, about. Peaks, bandwidth and multiprocessors: NVIDIA's
 architecture papers, dense. What operations reach was measured by others:
 - products: github.com/zzc0721/torch-performance-test-data (database.md, the fastest of 1k to 10k);
   float32 on t4, v100-pcie, p100, a100, a100-40, h100 and l4: github.com/sitar-lab/NeuSight
-  (linear.csv above 100 GFLOP, the upper quartile); a100, b200 in BF16: the same as stas00's MAMF.
+  (linear.csv above 100 GFLOP, the upper quartile). h200 in TF32: taken to be like h100;
+  v100-pcie and rtx4090 in 16 bits: github.com/chsasank/device-benchmarks.
 - shares of the bandwidth: NeuSight's elem.csv, ln.csv and softmax.csv, medians; on rtx3090, rtx4090
   and h100-pcie a copy, github.com/chsasank/device-benchmarks.
 - flash attention, heads of 64, 1,024 tokens: h100 Dao-AILab/flash-attention#2688, b200 its #1589;
   where consumer cards multiply 16-bit numbers at half rate an A5000, gpu-mode/ring-attention#10.
+  All others: assumed, inside the 50 to 73 % of an A100's peak that arXiv 2307.08691 reports.
 """
 
 from __future__ import annotations

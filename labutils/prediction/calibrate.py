@@ -6,12 +6,14 @@ A step's time here is predicted from them.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from labutils.config.card import Speed
 from labutils.files import runs_dir, write_atomically
@@ -27,10 +29,7 @@ def cpu_rates() -> CpuRates:
 
 @lru_cache(maxsize=4)
 def _cpu_rates(name: str, folder: Path) -> CpuRates:
-    path = _path(name, folder)
-    if path.exists():
-        return CpuRates.model_validate_json(path.read_text())
-    return calibrate_cpu()
+    return _kept(_path(name, folder), TypeAdapter(CpuRates)) or calibrate_cpu()
 
 
 def calibrate_cpu() -> CpuRates:
@@ -48,10 +47,7 @@ def gpu_speed(device: torch.device) -> Speed:
 
 @lru_cache(maxsize=4)
 def _gpu_speed(name: str, folder: Path) -> Speed:
-    path = _path(name, folder)
-    if path.exists():
-        return TypeAdapter(Speed).validate_json(path.read_text())
-    return calibrate_gpu(torch.device("cuda"))
+    return _kept(_path(name, folder), TypeAdapter(Speed)) or calibrate_gpu(torch.device("cuda"))
 
 
 def calibrate_gpu(device: torch.device) -> Speed:
@@ -66,7 +62,16 @@ def _path(name: str, folder: Path) -> Path:
     return folder / "calibration" / f"{'-'.join(words)}.json"
 
 
+def _kept(path: Path, kind: TypeAdapter) -> Any:
+    """Return what a file keeps; None if there is none, or none that this version can read."""
+    with suppress(OSError, ValidationError):
+        return kind.validate_json(path.read_bytes())
+    return None
+
+
 def _keep(name: str, values: dict) -> None:
-    write_atomically(_path(name, runs_dir()), json.dumps(values, indent=1).encode())
+    # where nothing can be written it is measured again in the next process
+    with suppress(OSError):
+        write_atomically(_path(name, runs_dir()), json.dumps(values, indent=1).encode())
     _cpu_rates.cache_clear()
     _gpu_speed.cache_clear()

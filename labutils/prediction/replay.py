@@ -27,13 +27,18 @@ FINENESS = 0.002
 Request = tuple[int, int]  # number of the storage, bytes; 0 bytes give it back
 
 
-def segments_of(trace: Trace, step: int, n_micro_batches: int) -> list[Segment]:
-    """Return a step's segments in order. Micro-batches beyond those traced are like the last."""
+def segments_of(
+    trace: Trace, step: int, n_micro_batches: int, at_most: int = REPEATED_MICRO_BATCHES
+) -> list[Segment]:
+    """Return a step's segments in order, of `at_most` so many micro-batches.
+
+    Those beyond the ones that were traced are like the last.
+    """
     segments = trace.step(step)
     last = max(segment.micro_batch or 0 for segment in segments)
     repeated = [segment for segment in segments if segment.micro_batch == last]
     end = segments.index(repeated[-1]) + 1
-    more = min(n_micro_batches, REPEATED_MICRO_BATCHES) - last - 1
+    more = min(n_micro_batches, at_most) - last - 1
     return segments[:end] + max(more, 0) * repeated + segments[end:]
 
 

@@ -23,9 +23,11 @@ from labutils.machine import here
 from labutils.memory.ledger import FROZEN, GRADIENTS
 from labutils.prediction.calibrate import gpu_speed
 from labutils.prediction.cpu_time import CpuTime
+from labutils.prediction.fusion import OPTIMIZER_PHASE
 from labutils.prediction.gpu_time import GpuTime
 from labutils.prediction.module import traced_module
-from labutils.prediction.storage_log import Segment
+from labutils.prediction.replay import segments_of
+from labutils.prediction.storage_log import BIRTH, Segment, Storage
 from labutils.prediction.trace import Trace
 from labutils.prediction.traces import Traces
 from labutils.prediction.work import ATTENTION_KINDS, BATCHED, ELEMENTS, PRODUCT, Work
@@ -71,7 +73,7 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
     """Return the predicted time of one training step of a config on a device, after warm-up.
 
     `device` as for `predict_memory`. For this machine's CPU or GPU single operations are measured
-    once (`machine.calibrate`); for another card they are published measurements. Not predicted:
+    once (`prediction.calibrate`); for another card they are published measurements. Not predicted:
     clocks lowered for heat or power, loading data, other hosts, other versions of torch.
     Raises ConfigError if the config cannot run there, and PrecisionUnsupported if the device lacks
     what it asks for.
@@ -92,7 +94,8 @@ def predict_run_time(run: Run) -> TimeLedger:
         n_bytes = 2 * sum(one.n_bytes for one in _gradients(trace))
         after.append(Work(ELEMENTS, n_bytes, fused_bytes=n_bytes))
     clock = Clock(card, tf32=precision.tf32, is_compiled=is_compiled)
-    clock.run(_segments(trace, n_micro_batches), after)
+    segments = segments_of(trace, 1, n_micro_batches, at_most=n_micro_batches)
+    clock.run(segments, after)
     tokens = config.micro_batch_size * config.seq_len * n_micro_batches
     return clock.ledger(tokens, card, is_small=config.micro_batch_size == 1)
 
@@ -121,25 +124,16 @@ def predict_module_time(
     card = with_speed(here.card_of(device))
     trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
     clock = Clock(card, tf32=PRECISIONS[precision].tf32, is_compiled=False)
-    clock.run(_segments(trace, 1), [])
+    clock.run(segments_of(trace, 1, 1), [])
     return clock.ledger(n_tokens, card, is_small=False)
 
 
-def _gradients(trace: Trace) -> Iterator[Any]:
+def _gradients(trace: Trace) -> Iterator[Storage]:
     for segment in trace.segments:
         if segment.micro_batch == 0:
             for event in segment.events:
-                if event.kind == "birth" and event.storage.category == GRADIENTS:
+                if event.kind == BIRTH and event.storage.category == GRADIENTS:
                     yield event.storage
-
-
-def _segments(trace: Trace, n_micro_batches: int) -> list[Segment]:
-    """Return a step's segments. Micro-batches beyond those traced are like the last."""
-    segments = trace.step(1)
-    last = max(segment.micro_batch or 0 for segment in segments)
-    repeated = [segment for segment in segments if segment.micro_batch == last]
-    end = segments.index(repeated[-1]) + 1
-    return segments[:end] + (n_micro_batches - last - 1) * repeated + segments[end:]
 
 
 class Clock:
@@ -157,17 +151,17 @@ class Clock:
         self.operations: dict[str, dict[str, float]] = {}
 
     def run(self, segments: list[Segment], after: list[Work]) -> None:
-        """Run a step, and what comes after it."""
+        """Run a step, and what its optimizer phase has besides."""
         for segment in segments:
-            begun = self.device
-            is_compiled = self.is_compiled and segment.phase != "optimizer"
-            for event in segment.events:
-                if event.work and not event.work.only_once:
-                    self._operation(event.work, is_compiled)
-            taken = self.phases.get(segment.phase, 0.0)
-            self.phases[segment.phase] = taken + self.device - begun
-        for work in after:
-            self._operation(work, False)
+            works = [event.work for event in segment.events if event.work]
+            self._phase(segment.phase, [work for work in works if not work.only_once])
+        self._phase(OPTIMIZER_PHASE, after)
+
+    def _phase(self, phase: str, works: list[Work]) -> None:
+        begun = self.device
+        for work in works:
+            self._operation(work, self.is_compiled and phase != OPTIMIZER_PHASE)
+        self.phases[phase] = self.phases.get(phase, 0.0) + self.device - begun
 
     def _operation(self, work: Work, is_compiled: bool) -> None:
         seconds = self.time.seconds(work)

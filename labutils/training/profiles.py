@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from labutils.files import runs_dir
 from labutils.memory.device_memory import free_memory
+from labutils.training.alternate import alternate
 
 WARM_UP = 2  # calls that are left out: they choose kernels and allocate
 
@@ -82,16 +82,7 @@ def _sums(found: profile, by: str, unit: float, shape: tuple[int, ...]) -> dict[
 
 def clock_ms(call: Callable[[], object], device: torch.device, n: int = 7) -> list[float]:
     """Return the milliseconds of `n` calls after one that is left out; nothing is recorded."""
-    times = []
-    for _ in range(n + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1000 * (time.perf_counter() - begin))
-    return times[1:]
+    return alternate({"call": call}, n, device)["call"]
 
 
 def save_trace(found: profile, name: str) -> Path:

@@ -13,24 +13,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from labutils.config.cards import CARDS
 from labutils.config.choices import PRECISIONS
 from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.techniques.precision import autocast, products_dtype, tf32
-from labutils.training import distributed
+from labutils.training import distributed, profiles
 from labutils.training.paired import CANNOT_TELL
 from labutils.training.records import Timing
 
-# Dense peaks in TFLOP/s from NVIDIA's datasheets, by a part of the card's name: of float32 (outside
-# the tensor cores), TF32, float16 and bfloat16 products.
-DATASHEET_TFLOPS = {
-    "V100-SXM2": {"float32": 15.7, "float16": 125.0},
-    "Tesla T4": {"float32": 8.1, "float16": 65.0},
-    "A100": {"float32": 19.5, "TF32": 156.0, "float16": 312.0, "bfloat16": 312.0},
-    "H100 80GB HBM3": {"float32": 67.0, "TF32": 494.0, "float16": 989.0, "bfloat16": 989.0},
-    "H100 PCIe": {"float32": 51.0, "TF32": 378.0, "float16": 756.0, "bfloat16": 756.0},
-    "H200": {"float32": 67.0, "TF32": 494.0, "float16": 989.0, "bfloat16": 989.0},
+# Part of a product's name: its row among the cards, which has the datasheet's dense peaks.
+PRODUCTS_ON_SHEETS = {
+    "V100-SXM2": "v100",
+    "Tesla T4": "t4",
+    "A100": "a100",
+    "H100 80GB HBM3": "h100",
+    "H100 PCIe": "h100-pcie",
+    "H200": "h200",
 }
+# {part of the name: {kind of product: TFLOP/s}}. FP32 runs outside the tensor cores.
+DATASHEET_TFLOPS = {name: CARDS[row].speed.tflops for name, row in PRODUCTS_ON_SHEETS.items()}
 
 
 def datasheet_tflops(card: str) -> dict[str, float]:
@@ -119,7 +121,7 @@ def amdahl(share: float, speedup: float) -> float:
     return 1 / (1 - share + share / speedup)
 
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def product_ms(
@@ -153,9 +155,8 @@ def product_ms(
             optimizer.zero_grad(set_to_none=True)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-        column = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-        times = {row.key: getattr(row, column) / 1000 for row in profile.key_averages()}
-        products = sum(times.get(key, 0.0) for key in PRODUCTS)
+        times = {name: ms for name, (ms, _) in profiles.own_ms(profile, device).items()}
+        products = sum(times.get(name, 0.0) for name in PRODUCTS)
         found.append((sum(times.values()), products))
     whole_ms, products_ms = min(found[1:])
     return products_ms, whole_ms

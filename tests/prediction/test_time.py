@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import labutils as lab
 from labutils.config.cards import CARDS
 from labutils.config.choices import MODELS
-from labutils.prediction import published
+from labutils.prediction import calibrate, published
 from labutils.prediction.calibrate_cpu import Measured
 from labutils.prediction.gpu_time import KERNEL_SECONDS, UNALIGNED, GpuTime
 from labutils.prediction.module import traced_module
@@ -242,8 +242,6 @@ def test_a_measured_rate_is_interpolated_and_kept_beyond_the_ends():
 
 
 def test_this_cpu_is_measured_once_and_read_again(tmp_path, monkeypatch):
-    from labutils.prediction import calibrate
-
     monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path))
     calls = []
     quick = calibrate.measure_cpu
@@ -262,6 +260,31 @@ def test_this_cpu_is_measured_once_and_read_again(tmp_path, monkeypatch):
     assert ledger.method == "predicted for cpu"
     (file,) = (tmp_path / "calibration").glob("*.json")
     assert json.loads(file.read_text())["device"] == calls[0]
+
+
+def test_a_kept_measurement_that_cannot_be_read_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path))
+    rates = calibrate.calibrate_cpu()
+    (file,) = (tmp_path / "calibration").glob("*.json")
+    file.write_text('{"device": "of another version"}')
+    monkeypatch.setattr(calibrate, "measure_cpu", lambda name: rates)
+    calibrate._cpu_rates.cache_clear()
+    assert calibrate.cpu_rates() == rates
+    assert "products" in json.loads(file.read_text())
+
+
+def test_where_nothing_can_be_kept_a_cpu_is_measured_all_the_same(tmp_path, monkeypatch):
+    rates = calibrate.measure_cpu()
+    (tmp_path / "runs").write_text("a file where a folder should be")
+    monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(calibrate, "measure_cpu", lambda name: rates)
+    calibrate._cpu_rates.cache_clear()
+    assert calibrate.cpu_rates() == rates
+
+
+def test_unscaling_is_part_of_the_optimizer_phase():
+    ledger = predict_time(lab.load_config("fp16"), "t4")
+    assert sum(ledger.phases_ms.values()) == pytest.approx(ledger.step_ms)
 
 
 def test_measuring_a_cpu_changes_no_random_number():
