@@ -63,7 +63,8 @@ def test_the_core_is_read_in_one_sitting(name):
 def test_section_numbers_have_no_gap(name):
     text = "\n".join(cell.source for cell in cells(name) if cell.cell_type == "markdown")
     numbers = [int(number) for number in re.findall(r"^## (\d+) ·", text, re.M)]
-    assert numbers == list(range(1, len(numbers) + 1))
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert numbers[0] in (0, 1)
 
 
 @pytest.mark.parametrize("name", RETOLD)
@@ -104,10 +105,10 @@ def test_ten_cells_are_checked_by_their_tag(name):
 
 
 @pytest.mark.parametrize("name", RETOLD)
-def test_five_guesses_each_before_its_answer(name):
+def test_five_to_seven_guesses_each_before_its_answer(name):
     text = "\n".join(code(name))
     guesses = [match.group(1) for match in GUESS.finditer(text)]
-    assert 5 <= len(guesses) == len(set(guesses)) <= 6
+    assert 5 <= len(guesses) == len(set(guesses)) <= 7
     for guess in guesses:
         assert text.index(f'lab.guess("{guess}"') < text.index(f'lab.answer("{guess}"')
     assert text.count("lab.guess(") == text.count("lab.answer(") == len(guesses)

@@ -1,14 +1,15 @@
-"""Exercises of notebook 01: what FP16 holds, bytes per parameter, one FP16 training step."""
+"""Exercises of notebook 01: what FP16 holds, bytes per parameter, a control, one FP16 step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from labutils.checks.core import exercise
 from labutils.checks.toy import clipped, gradient, make_toy
+from labutils.config.choices import PRECISIONS
 
 AmpStep = Callable[
     [nn.Module, torch.Tensor, torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, float],
@@ -103,6 +104,47 @@ def _static_dtypes() -> list[torch.dtype]:
     optimizer.step()
     momentum = optimizer.state[layer.weight]["momentum_buffer"]
     return [layer.weight.dtype, layer.weight.grad.dtype, momentum.dtype]
+
+
+@exercise(
+    hints=(
+        "If two runs differ in one thing only, this thing is the cause of what differs.",
+        "Write down for each run: the dtype of its products, the dtype of its weights, its learning "
+        "rate, its seed.",
+        "Under autocast the products are in 16 bits and the weights are not.",
+    )
+)
+def control_runs(
+    runs: Mapping[str, Mapping[str, str | float]], answer: Sequence[str] | None
+) -> str | None:
+    """Check which two of `runs` show the effect of 16-bit weights and of nothing else.
+
+    `runs` is {letter: {"precision", "learning_rate", "seed"}}; the answer is a pair of letters.
+    """
+    is_pair = isinstance(answer, (list, tuple, set)) and len(set(answer)) == 2
+    if not is_pair or not set(answer) <= set(runs):
+        return f"the answer is a pair of the letters {', '.join(runs)}."
+    first, second = (_causes(runs[letter]) for letter in answer)
+    unlike = [cause for cause, value in first.items() if second[cause] != value]
+    if unlike == ["weights"]:
+        return None
+    if "weights" not in unlike:
+        return (
+            "the weights of both runs have the same dtype. So their difference says nothing about "
+            "16-bit weights."
+        )
+    others = ", ".join(cause for cause in unlike if cause != "weights")
+    return f"these runs differ in more than the weights ({others}). Which was the cause?"
+
+
+def _causes(run: Mapping[str, str | float]) -> dict[str, str | float]:
+    precision = PRECISIONS[run["precision"]]
+    return {
+        "products": precision.kind,
+        "weights": precision.weights,
+        "learning rate": run["learning_rate"],
+        "seed": run["seed"],
+    }
 
 
 @exercise(

@@ -1,11 +1,12 @@
-"""The self-test at the end of the course: ten statements, true or false."""
+"""The self-test at the end of a notebook: ten statements, true or false, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# (statement, whether it is true, why)
-STATEMENTS = (
+Statement = tuple[str, bool, str]  # (statement, whether it is true, why)
+
+PROFILING: tuple[Statement, ...] = (
     (
         "A technique that saves activations always lowers the peak.",
         False,
@@ -58,13 +59,75 @@ STATEMENTS = (
     ),
 )
 
+MIXED_PRECISION: tuple[Statement, ...] = (
+    (
+        "Autocast halves the bytes of AdamW's moments.",
+        False,
+        "weights, gradients and moments stay float32: section 4",
+    ),
+    (
+        "A precision that PyTorch supports is faster than FP32.",
+        False,
+        "supported is not fast: time one product, section 1",
+    ),
+    (
+        "BF16 covers almost the same range as FP32.",
+        True,
+        "it has as many exponent bits; it lacks mantissa bits",
+    ),
+    (
+        "BF16 needs a scaler as much as FP16 does.",
+        False,
+        "the scaler makes up for missing range, and BF16 has FP32's",
+    ),
+    (
+        "A product of two BF16 matrices adds its terms in BF16.",
+        False,
+        "it adds them in float32; only the result is rounded: section 3",
+    ),
+    (
+        "In FP16 training small gradients are lost inside backward, before they reach .grad.",
+        True,
+        "the gradient of an FP16 activation is FP16: section 4",
+    ),
+    (
+        "A skipped step means that the training has diverged.",
+        False,
+        "the scale was too high for this step; no weight has changed: section 7",
+    ),
+    (
+        "Clipping before unscale_ compares the limit with a norm that is S times too large.",
+        True,
+        "the gradients are those of S × loss: section 5",
+    ),
+    (
+        "If products took no time at all, a step would take none either.",
+        False,
+        "the rest of the step stays: Amdahl's law, section 6",
+    ),
+    (
+        "A new model is best tried in 16 bits at once.",
+        False,
+        "first in FP32: otherwise a bug and a rounding problem look alike",
+    ),
+)
 
-def self_test(answers: Sequence[bool | None]) -> None:
-    """Print ten statements, and for each answer that is not None whether it is right, and why."""
-    if len(answers) != len(STATEMENTS):
-        print(f"There are {len(STATEMENTS)} statements; the list has {len(answers)} entries.")
+QUIZZES = {"01": MIXED_PRECISION, "04": PROFILING}
+
+
+def self_test(answers: Sequence[bool | None], notebook: str = "04") -> None:
+    """Print the statements of a notebook's quiz, and for each answer whether it is right, and why.
+
+    An answer of None is open: its reason is not printed. Raises ValueError for a notebook without
+    a quiz.
+    """
+    if notebook not in QUIZZES:
+        raise ValueError(f"there is no quiz of notebook {notebook!r}; there are {list(QUIZZES)}")
+    statements = QUIZZES[notebook]
+    if len(answers) != len(statements):
+        print(f"There are {len(statements)} statements; the list has {len(answers)} entries.")
         return
-    pairs = zip(STATEMENTS, answers, strict=True)
+    pairs = zip(statements, answers, strict=True)
     for number, ((text, truth, reason), answer) in enumerate(pairs, start=1):
         if answer is None:
             print(f"{number:2d}. open   {text}")

@@ -12,7 +12,15 @@ from labutils.plotting.ladder import guess_line, ladder
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import bars_beside, curves, heat_map, rates, reconcile, steps
 from labutils.plotting.predicted_time import predicted_times
-from labutils.plotting.runs import four_panels, loss_scale, losses, peaks, step_times, throughput
+from labutils.plotting.runs import (
+    four_panels,
+    loss_scale,
+    losses,
+    losses_by_seed,
+    peaks,
+    step_times,
+    throughput,
+)
 from labutils.plotting.style import (
     BLACK,
     BLUE,
@@ -52,6 +60,7 @@ __all__ = [
     "ladder",
     "loss_scale",
     "losses",
+    "losses_by_seed",
     "mark_guess",
     "pareto",
     "pareto_front",

@@ -9,7 +9,7 @@ from labutils.plotting.style import BLACK, GREEN, ORANGE, PURPLE, SKY, new_axis
 
 # Part of the step, what it makes, the format of its numbers under mixed precision, colour.
 PARTS = (
-    ("forward", "activations", "products 16-bit,\nnorms float32", SKY),
+    ("forward", "activations", "products 16-bit,\ntheir sums float32", SKY),
     ("loss", "one number", "float32", PURPLE),
     ("backward", "gradients", "inside 16-bit,\nstored float32", ORANGE),
     ("optimizer step", "new weights", "weights and\nmoments float32", GREEN),

@@ -238,3 +238,16 @@ def test_a_block_has_a_column_for_each_tensor():
     ax = plotting.kept_along({"input of norm 1": 1, "input of GELU": 4})
     assert [patch.get_height() for patch in ax.patches] == [1, 4]
     plt.close("all")
+
+
+def test_losses_by_seed_show_the_mean_and_the_difference_from_the_same_seed():
+    wide = [[3.0, 2.0], [5.0, 4.0]]
+    slower = [[3.1, 2.3], [5.1, 4.1]]
+    left, right = plotting.losses_by_seed({"fp32": wide, "pure_bf16": slower}, "fp32")
+    assert list(left.lines[0].get_ydata()) == [4.0, 3.0]
+    apart = right.lines[1].get_ydata()
+    assert apart == pytest.approx([0.1, 0.2])
+    band = right.collections[1].get_datalim(right.transData)
+    assert (band.y0, band.y1) == pytest.approx((0.1, 0.3))
+    assert list(right.lines[0].get_ydata()) == [0.0, 0.0]
+    assert right.get_ylabel() == "loss minus fp32, same seed"

@@ -9,11 +9,20 @@ import torch.nn.functional as F
 from tests.solutions.answers import Solution, broken
 
 NOTEBOOK = "01-Mixed_Precision.ipynb"
-SECRETS = r"2\.98|4e-08"  # what neither hints nor the notebook may say
+SECRETS = r"2\.98|4e-08|\"B\", \"C\""  # what neither hints nor the notebook may say
 
 VALUES = [7e-9, 2e-8, 4e-8, 5e-6, 6.1e-5, 1.0, 6e4, 7e4]
 # Half the smallest subnormal number, 2.98e-8, is where rounding to 0 begins.
 SURVIVORS = [4e-8, 5e-6, 6.1e-5, 1.0, 6e4]
+
+# Only B and C differ in the weights alone.
+CONTROL_RUNS = {
+    "A": {"precision": "fp32", "learning_rate": 3e-5, "seed": 0},
+    "B": {"precision": "bf16", "learning_rate": 3e-5, "seed": 0},
+    "C": {"precision": "pure_bf16", "learning_rate": 3e-5, "seed": 0},
+    "D": {"precision": "pure_bf16", "learning_rate": 2e-3, "seed": 0},
+    "E": {"precision": "bf16", "learning_rate": 3e-5, "seed": 1},
+}
 
 BYTES_PER_PARAMETER = 12  # float32 weight, gradient and momentum
 
@@ -69,6 +78,22 @@ SOLUTIONS = [
             (14, "only during a step"),
             ("x", "one number"),
             ([4, 4, 4], "it raised TypeError"),
+        ],
+    ),
+    Solution(
+        "control_runs",
+        given=(CONTROL_RUNS,),
+        right=[("B", "C"), ["C", "B"], {"B", "C"}],
+        wrong=[
+            (("A", "C"), "more than the weights (products)"),
+            (("C", "E"), "more than the weights (seed)"),
+            (("A", "D"), "more than the weights (products, learning rate)"),
+            (("A", "B"), "same dtype"),
+            (("C", "D"), "same dtype"),
+            (("B", "E"), "same dtype"),
+            (("B", "B"), "a pair of the letters"),
+            (("B", "X"), "a pair of the letters"),
+            ("BC", "a pair of the letters"),
         ],
     ),
     Solution(

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 from labutils import checks
-from labutils.checks.quiz import STATEMENTS
+from labutils.checks.quiz import QUIZZES
 from tests.helpers import committed
 from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04
 
@@ -115,19 +115,32 @@ def test_the_given_epoch_can_be_mended_one_bug_at_a_time(capsys):
     assert len(set(seen)) == 3 and all(text.startswith("Not yet:") for text in seen)
 
 
-def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys):
+@pytest.mark.parametrize("notebook", QUIZZES)
+def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, notebook):
     def printed_for(answers: list) -> str:
-        checks.self_test(answers)
+        checks.self_test(answers, notebook)
         return capsys.readouterr().out.strip()
 
-    _, truths, _ = zip(*STATEMENTS, strict=True)
+    texts, truths, reasons = zip(*QUIZZES[notebook], strict=True)
     opposites = [not truth for truth in truths]
     nothing = [None] * len(truths)
-    first = printed_for([False, *nothing[1:]]).splitlines()[0]
-    # Saving activations does not always lower the peak.
-    assert first.startswith("1. right") and "saves activations always lowers" in first
     for answers, word in ((truths, "right"), (opposites, "wrong"), (nothing, "open")):
         printed = printed_for(answers)
         assert printed.count(f". {word}") == len(truths)
-    assert "(" not in printed.replace("empty_cache()", "")
-    assert "10 statements" in printed_for([True])
+        for text, reason in zip(texts, reasons, strict=True):
+            assert text in printed
+            assert (f"({reason})" in printed) == (word != "open")
+    assert f"{len(truths)} statements" in printed_for([True])
+    assert 3 <= sum(truths) <= len(truths) - 3  # neither all "yes" nor all "no" gets far
+
+
+def test_a_true_statement_is_judged_as_true(capsys):
+    checks.self_test([False] + 9 * [None], "04")
+    first = capsys.readouterr().out.strip().splitlines()[0]
+    # Saving activations does not always lower the peak.
+    assert first.startswith("1. right") and "saves activations always lowers" in first
+
+
+def test_an_unknown_quiz_is_refused():
+    with pytest.raises(ValueError, match="there is no quiz of notebook '09'"):
+        checks.self_test([], "09")
