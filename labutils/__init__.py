@@ -41,6 +41,7 @@ _NAMES = {
     "memory.cpu_recorder": ("peak_allocated",),
     "memory.device_memory": (
         "allocated_bytes",
+        "cuda_memory",
         "cublas_bytes",
         "expandable_segments",
         "free_memory",
