@@ -41,8 +41,8 @@ _NAMES = {
     "memory.cpu_recorder": ("peak_allocated",),
     "memory.device_memory": (
         "allocated_bytes",
-        "cuda_memory",
         "cublas_bytes",
+        "cuda_memory",
         "expandable_segments",
         "free_memory",
         "memory_limit",

@@ -17,8 +17,8 @@ from labutils.machine.here import support as support
 from labutils.memory import snapshot as snapshot
 from labutils.memory.cpu_recorder import peak_allocated as peak_allocated
 from labutils.memory.device_memory import allocated_bytes as allocated_bytes
-from labutils.memory.device_memory import cuda_memory as cuda_memory
 from labutils.memory.device_memory import cublas_bytes as cublas_bytes
+from labutils.memory.device_memory import cuda_memory as cuda_memory
 from labutils.memory.device_memory import expandable_segments as expandable_segments
 from labutils.memory.device_memory import free_memory as free_memory
 from labutils.memory.device_memory import memory_limit as memory_limit

@@ -9,12 +9,14 @@ from torch import nn
 
 from labutils.checks.core import exercise
 from labutils.checks.toy import clipped, gradient, make_toy
-from labutils.config.choices import PRECISIONS
 
 AmpStep = Callable[
     [nn.Module, torch.Tensor, torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, float],
     object,
 ]
+# Precision: the dtype of its products, and of its weights.
+DTYPES = {"fp32": ("float32", "float32"), "bf16": ("bfloat16", "float32")}
+DTYPES["pure_bf16"] = ("bfloat16", "bfloat16")
 LEARNING_RATE, LOSS_SCALE, MAX_GRAD_NORM = 1.0, 1024.0, 0.05
 
 
@@ -109,8 +111,8 @@ def _static_dtypes() -> list[torch.dtype]:
 @exercise(
     hints=(
         "If two runs differ in one thing only, this thing is the cause of what differs.",
-        "Write down for each run: the dtype of its products, the dtype of its weights, its learning "
-        "rate, its seed.",
+        "Write down for each run: the dtype of its products, the dtype of its weights, its "
+        "learning rate, its seed.",
         "Under autocast the products are in 16 bits and the weights are not.",
     )
 )
@@ -138,10 +140,10 @@ def control_runs(
 
 
 def _causes(run: Mapping[str, str | float]) -> dict[str, str | float]:
-    precision = PRECISIONS[run["precision"]]
+    products, weights = DTYPES[run["precision"]]
     return {
-        "products": precision.kind,
-        "weights": precision.weights,
+        "products": products,
+        "weights": weights,
         "learning rate": run["learning_rate"],
         "seed": run["seed"],
     }
