@@ -14,9 +14,6 @@ AmpStep = Callable[
     [nn.Module, torch.Tensor, torch.Tensor, torch.optim.Optimizer, torch.amp.GradScaler, float],
     object,
 ]
-# Precision: the dtype of its products, and of its weights.
-DTYPES = {"fp32": ("float32", "float32"), "bf16": ("bfloat16", "float32")}
-DTYPES["pure_bf16"] = ("bfloat16", "bfloat16")
 LEARNING_RATE, LOSS_SCALE, MAX_GRAD_NORM = 1.0, 1024.0, 0.05
 
 
@@ -111,22 +108,21 @@ def _static_dtypes() -> list[torch.dtype]:
 @exercise(
     hints=(
         "If two runs differ in one thing only, this thing is the cause of what differs.",
-        "Write down for each run: the dtype of its products, the dtype of its weights, its "
-        "learning rate, its seed.",
-        "Under autocast the products are in 16 bits and the weights are not.",
+        "Compare two runs key by key. How many keys differ?",
+        "The seed counts, too: two seeds begin with other weights.",
     )
 )
 def control_runs(
     runs: Mapping[str, Mapping[str, str | float]], answer: Sequence[str] | None
 ) -> str | None:
-    """Check which two of `runs` show the effect of 16-bit weights and of nothing else.
+    """Check which two of `runs` show the effect of 16-bit weights alone.
 
-    `runs` is {letter: {"precision", "learning_rate", "seed"}}; the answer is a pair of letters.
+    `runs` is {letter: {what is set: its value}}, "weights" among it; the answer is two letters.
     """
     is_pair = isinstance(answer, (list, tuple, set)) and len(set(answer)) == 2
     if not is_pair or not set(answer) <= set(runs):
         return f"the answer is a pair of the letters {', '.join(runs)}."
-    first, second = (_causes(runs[letter]) for letter in answer)
+    first, second = (runs[letter] for letter in answer)
     unlike = [cause for cause, value in first.items() if second[cause] != value]
     if unlike == ["weights"]:
         return None
@@ -137,16 +133,6 @@ def control_runs(
         )
     others = ", ".join(cause for cause in unlike if cause != "weights")
     return f"these runs differ in more than the weights ({others}). Which was the cause?"
-
-
-def _causes(run: Mapping[str, str | float]) -> dict[str, str | float]:
-    products, weights = DTYPES[run["precision"]]
-    return {
-        "products": products,
-        "weights": weights,
-        "learning rate": run["learning_rate"],
-        "seed": run["seed"],
-    }
 
 
 @exercise(

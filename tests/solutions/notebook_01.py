@@ -17,11 +17,11 @@ SURVIVORS = [4e-8, 5e-6, 6.1e-5, 1.0, 6e4]
 
 # Only B and C differ in the weights alone.
 CONTROL_RUNS = {
-    "A": {"precision": "fp32", "learning_rate": 3e-5, "seed": 0},
-    "B": {"precision": "bf16", "learning_rate": 3e-5, "seed": 0},
-    "C": {"precision": "pure_bf16", "learning_rate": 3e-5, "seed": 0},
-    "D": {"precision": "pure_bf16", "learning_rate": 2e-3, "seed": 0},
-    "E": {"precision": "bf16", "learning_rate": 3e-5, "seed": 1},
+    "A": {"products": "FP32", "weights": "FP32", "rate": 3e-5, "seed": 0},
+    "B": {"products": "BF16", "weights": "FP32", "rate": 3e-5, "seed": 0},
+    "C": {"products": "BF16", "weights": "BF16", "rate": 3e-5, "seed": 0},
+    "D": {"products": "BF16", "weights": "BF16", "rate": 2e-3, "seed": 0},
+    "E": {"products": "BF16", "weights": "FP32", "rate": 3e-5, "seed": 1},
 }
 
 BYTES_PER_PARAMETER = 12  # float32 weight, gradient and momentum
@@ -87,7 +87,7 @@ SOLUTIONS = [
         wrong=[
             (("A", "C"), "more than the weights (products)"),
             (("C", "E"), "more than the weights (seed)"),
-            (("A", "D"), "more than the weights (products, learning rate)"),
+            (("A", "D"), "more than the weights (products, rate)"),
             (("A", "B"), "same dtype"),
             (("C", "D"), "same dtype"),
             (("B", "E"), "same dtype"),
