@@ -24,6 +24,7 @@ _MODULES = {
     "checks": "checks",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
+    "play": "exhibits.play",
     "plotting": "plotting",
     "precision": "techniques.precision",
     "profiles": "training.profiles",

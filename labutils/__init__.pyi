@@ -8,6 +8,7 @@ from labutils.config.choices import MODELS as MODELS
 from labutils.config.reader import load_config as load_config
 from labutils.config.schema import Config as Config
 from labutils.config.schema import ConfigError as ConfigError
+from labutils.exhibits import play as play
 from labutils.guesses import answer as answer
 from labutils.guesses import guess as guess
 from labutils.guesses import scores as scores

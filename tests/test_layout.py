@@ -26,6 +26,7 @@ FLOORS = [
     "prediction",
     "training",
     "plotting",
+    "exhibits",
     "session",
     "guesses",
     "tools",

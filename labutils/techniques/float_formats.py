@@ -15,13 +15,15 @@ class FloatFormat:
     torch's.
 
     A number is (-1)^sign · 1.mantissa · 2^(exponent - bias), or, with exponent bits all zero, the
-    subnormal (-1)^sign · 0.mantissa · 2^(1 - bias).
+    subnormal (-1)^sign · 0.mantissa · 2^(1 - bias). Exponent bits that are all 1 are inf or NaN. A
+    format without inf keeps them for numbers, and only the pattern of all ones is NaN.
     """
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     dtype: torch.dtype | None = None
+    has_inf: bool = True
 
     @property
     def bias(self) -> int:
@@ -31,7 +33,9 @@ class FloatFormat:
     @property
     def max(self) -> float:
         """The largest finite number. What rounds beyond it becomes inf: overflow."""
-        return (2 - 2.0**-self.mantissa_bits) * 2.0**self.bias
+        if self.has_inf:
+            return (2 - 2.0**-self.mantissa_bits) * 2.0**self.bias
+        return (2 - 2.0 ** (1 - self.mantissa_bits)) * 2.0 ** (self.bias + 1)
 
     @property
     def min_normal(self) -> float:
@@ -59,6 +63,9 @@ TF32 = FloatFormat("TF32", 8, 10)  # a rounding inside tensor cores; tensors are
 BF16 = FloatFormat("BF16", 8, 7, torch.bfloat16)
 FP16 = FloatFormat("FP16", 5, 10, torch.float16)
 FORMATS = (FP32, TF32, BF16, FP16)
+# Micikevicius et al., FP8 formats for deep learning, arXiv 2209.05433. E4M3 has no inf.
+E4M3 = FloatFormat("E4M3", 4, 3, torch.float8_e4m3fn, has_inf=False)
+E5M2 = FloatFormat("E5M2", 5, 2, torch.float8_e5m2)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

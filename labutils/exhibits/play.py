@@ -1,0 +1,42 @@
+"""Exhibits: `lab.play.number()` and so on. Each is played with in the notebook or in a page.
+
+They compute with the same numbers as the cells; no kernel and no network are needed.
+"""
+
+from __future__ import annotations
+
+from labutils.exhibits.exhibit import Exhibit, make_exhibit
+from labutils.plotting import bit_layout
+from labutils.techniques.float_formats import E4M3, E5M2, FORMATS, FloatFormat, rounded
+
+NUMBER_FORMATS = (*FORMATS, E4M3, E5M2)
+
+
+def number(value: float = 0.1, number_format: str = "BF16") -> Exhibit:
+    """Return an exhibit: type or drag a value, flip any bit, and see what six formats store."""
+    data = {
+        "value": repr(value),
+        "format": number_format,
+        "formats": [_described(one) for one in NUMBER_FORMATS],
+    }
+    alt = "The bits of six number formats, one square for each: sign, exponent and mantissa."
+    return make_exhibit(
+        "number",
+        "A number under the microscope",
+        "Type a value, drag its size, or flip a bit: see what each format stores, and the error.",
+        data,
+        bit_layout(NUMBER_FORMATS),
+        alt,
+    )
+
+
+def _described(one: FloatFormat) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "exponent": one.exponent_bits,
+        "mantissa": one.mantissa_bits,
+        "bias": one.bias,
+        "max": one.max,
+        "has_inf": one.has_inf,
+        "saturates": one.dtype is not None and rounded(2 * one.max, one.dtype) == one.max,
+    }
