@@ -5,7 +5,10 @@ They compute with the same numbers as the cells; no kernel and no network are ne
 
 from __future__ import annotations
 
-from labutils.exhibits.exhibit import Exhibit, make_exhibit
+from pathlib import Path
+
+from labutils.exhibits.exhibit import FOLDER, Exhibit, make_exhibit, page
+from labutils.files import runs_dir, write_atomically
 from labutils.plotting import bit_layout
 from labutils.techniques.float_formats import E4M3, E5M2, FORMATS, FloatFormat, rounded
 
@@ -40,3 +43,12 @@ def _described(one: FloatFormat) -> dict[str, object]:
         "has_inf": one.has_inf,
         "saturates": one.dtype is not None and rounded(2 * one.max, one.dtype) == one.max,
     }
+
+
+def save_all(path: str | Path | None = None) -> Path:
+    """Write one page with all exhibits, by default `runs/exhibits.html`; return its path."""
+    makers = [maker for name, maker in globals().items() if (FOLDER / f"{name}.html").exists()]
+    target = Path(path) if path else runs_dir() / "exhibits.html"
+    text = page("Things to play with", [maker() for maker in makers])
+    write_atomically(target, text.encode())
+    return target

@@ -191,6 +191,10 @@ def labs(options: argparse.Namespace) -> int:
     for path in chosen:
         if not execute(path, in_place=options.in_place):
             code = 1
+    if not options.notebook:
+        from labutils.exhibits import play
+
+        print(f"wrote {play.save_all()}")
     return code
 
 
