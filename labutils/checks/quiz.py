@@ -1,4 +1,4 @@
-"""The self-test at the end of the course: ten statements, true or false."""
+"""Self-tests at the end of notebooks 03 and 04: statements, true or false."""
 
 from __future__ import annotations
 
@@ -58,13 +58,63 @@ STATEMENTS = (
     ),
 )
 
+CHECKPOINTING = (
+    (
+        "Checkpointing changes the gradient a little, so the loss curve differs.",
+        False,
+        "section 2: with the random state kept, the second run computes the same numbers",
+    ),
+    (
+        "A checkpoint for each block halves the peak, whatever the batch.",
+        False,
+        "section 5: for one short sequence the peak stays, because activations do not make it",
+    ),
+    (
+        "With a checkpoint per block a step runs about four thirds of the FLOPs, or less.",
+        True,
+        "section 4: forward, forward again, and a backward pass of two forward passes",
+    ),
+    (
+        "√L segments are best for GPT-2 in float32, as for any network of L layers.",
+        False,
+        "section 3: √(r L) is best, and r is about 16 for such a block",
+    ),
+    (
+        "If the loss looks right, no random state was forgotten.",
+        False,
+        "section 2: the forward pass is unchanged; only the gradient is wrong",
+    ),
+    (
+        "A BatchNorm inside a checkpointed segment updates its statistics twice in a step.",
+        True,
+        "section 5: it runs twice, and nothing takes the second update back",
+    ),
+    (
+        "Under eval() Hugging Face's switch saves as much as under train().",
+        False,
+        "section 5: it is silently off",
+    ),
+    (
+        "A card of twice the memory holds at least twice as many sequences.",
+        True,
+        "section 6: weights, gradients and optimizer state need their memory only once",
+    ),
+)
+QUIZZES = {"profiling": STATEMENTS, "checkpointing": CHECKPOINTING}
 
-def self_test(answers: Sequence[bool | None]) -> None:
-    """Print ten statements, and for each answer that is not None whether it is right, and why."""
-    if len(answers) != len(STATEMENTS):
-        print(f"There are {len(STATEMENTS)} statements; the list has {len(answers)} entries.")
+
+def self_test(answers: Sequence[bool | None], quiz: str = "profiling") -> None:
+    """Print a quiz's statements, and for each answer that is not None whether it is right, and why.
+
+    Raises ValueError for an unknown quiz.
+    """
+    if quiz not in QUIZZES:
+        raise ValueError(f"there is no quiz {quiz!r}; there are: {', '.join(QUIZZES)}")
+    statements = QUIZZES[quiz]
+    if len(answers) != len(statements):
+        print(f"There are {len(statements)} statements; the list has {len(answers)} entries.")
         return
-    pairs = zip(STATEMENTS, answers, strict=True)
+    pairs = zip(statements, answers, strict=True)
     for number, ((text, truth, reason), answer) in enumerate(pairs, start=1):
         if answer is None:
             print(f"{number:2d}. open   {text}")

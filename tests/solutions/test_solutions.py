@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 from labutils import checks
-from labutils.checks.quiz import STATEMENTS
+from labutils.checks.quiz import QUIZZES
 from tests.helpers import committed
 from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04
 
@@ -84,6 +84,7 @@ def given_function(notebook: str, name: str) -> str:
 
 def defined(source: str, name: str):
     namespace = {"torch": notebook_01.torch, "F": notebook_01.F}
+    namespace["checkpoint"] = notebook_03.checkpoint
     exec(source, namespace)
     return namespace[name]
 
@@ -94,6 +95,7 @@ def defined(source: str, name: str):
         (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
         (notebook_02.NOTEBOOK, "broken_epoch", "accumulation_epoch"),
+        (notebook_03.NOTEBOOK, "broken_forward", "mended_forward"),
     ],
 )
 def test_what_the_notebook_gives_as_broken_is_not_right(capsys, notebook, name, exercise):
@@ -115,19 +117,45 @@ def test_the_given_epoch_can_be_mended_one_bug_at_a_time(capsys):
     assert len(set(seen)) == 3 and all(text.startswith("Not yet:") for text in seen)
 
 
-def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys):
+@pytest.mark.parametrize("quiz", QUIZZES)
+def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, quiz):
     def printed_for(answers: list) -> str:
-        checks.self_test(answers)
+        checks.self_test(answers, quiz)
         return capsys.readouterr().out.strip()
 
-    _, truths, _ = zip(*STATEMENTS, strict=True)
+    _, truths, reasons = zip(*QUIZZES[quiz], strict=True)
     opposites = [not truth for truth in truths]
     nothing = [None] * len(truths)
-    first = printed_for([False, *nothing[1:]]).splitlines()[0]
-    # Saving activations does not always lower the peak.
-    assert first.startswith("1. right") and "saves activations always lowers" in first
     for answers, word in ((truths, "right"), (opposites, "wrong"), (nothing, "open")):
         printed = printed_for(answers)
         assert printed.count(f". {word}") == len(truths)
-    assert "(" not in printed.replace("empty_cache()", "")
-    assert "10 statements" in printed_for([True])
+        given = [reason for reason in reasons if reason in printed]
+        assert len(given) == (0 if answers is nothing else len(reasons))
+    assert f"{len(truths)} statements" in printed_for([True])
+
+
+def test_self_test_of_notebook_04_is_the_one_that_is_not_named(capsys):
+    checks.self_test([False, *[None] * 9])
+    # Saving activations does not always lower the peak.
+    first = capsys.readouterr().out.strip().splitlines()[0]
+    assert first.startswith("1. right") and "saves activations always lowers" in first
+    with pytest.raises(ValueError, match="checkpointing"):
+        checks.self_test([], "checkpoints")
+
+
+def test_the_given_forward_can_be_mended_one_bug_at_a_time(capsys):
+    """Each mended bug changes the verdict, and with the last one the answer is right."""
+    source = given_function(notebook_03.NOTEBOOK, "broken_forward")
+    changes = (
+        ("use_reentrant=True", "use_reentrant=False"),
+        ("decay /= 2", "decay = decay / 2"),
+        ("lambda h, block=block: h + decay * block(h)", "lambda h, b=block, d=decay: h + d * b(h)"),
+        ("checkpoint(lambda h: net.mix(net.norm(h)), h,", "checkpoint(net.mix, net.norm(h),"),
+    )
+    seen = [verdict(capsys, "mended_forward", defined(source, "broken_forward"))]
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+        seen.append(verdict(capsys, "mended_forward", defined(source, "broken_forward")))
+    assert len(set(seen)) >= 4 and seen[-1] == "Right."
+    assert all(text.startswith("Not yet:") for text in seen[:-1])
