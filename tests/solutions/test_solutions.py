@@ -148,8 +148,9 @@ def test_the_given_forward_can_be_mended_one_bug_at_a_time(capsys):
     source = given_function(notebook_03.NOTEBOOK, "broken_forward")
     changes = (
         ("use_reentrant=True", "use_reentrant=False"),
-        ("decay /= 2", "decay = decay / 2"),
-        ("lambda h, block=block: h + decay * block(h)", "lambda h, b=block, d=decay: h + d * b(h)"),
+        ("decay.div_(2)", "decay = decay / 2"),
+        ("def residual(h, block)", "def residual(h, block, decay)"),
+        ("(residual, h, block,", "(residual, h, block, decay,"),
         ("checkpoint(lambda h: net.mix(net.norm(h)), h,", "checkpoint(net.mix, net.norm(h),"),
     )
     seen = [verdict(capsys, "mended_forward", defined(source, "broken_forward"))]
