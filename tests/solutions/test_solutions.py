@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 
 import nbformat
@@ -10,6 +11,7 @@ import pytest
 
 from labutils import checks
 from labutils.checks.quiz import QUIZZES
+from labutils.tools.grade import grade
 from tests.helpers import committed
 from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04
 
@@ -160,3 +162,37 @@ def test_the_given_forward_can_be_mended_one_bug_at_a_time(capsys):
         seen.append(verdict(capsys, "mended_forward", defined(source, "broken_forward")))
     assert len(set(seen)) >= 4 and seen[-1] == "Right."
     assert all(text.startswith("Not yet:") for text in seen[:-1])
+
+
+@pytest.mark.parametrize(
+    ("notebook", "places"),
+    [
+        (
+            notebook_03.NOTEBOOK,
+            {
+                "own_checkpoint = None": (notebook_03.Own, "own_checkpoint = Own.apply"),
+                "mended_forward = None": (notebook_03.mended_forward, ""),
+            },
+        ),
+        (
+            "further/checkpointing.ipynb",
+            {"chosen_policy = None": (notebook_03.budget_policy, "chosen_policy = budget_policy")},
+        ),
+    ],
+    ids=["core", "further"],
+)
+def test_the_grader_scores_answers_that_are_code(tmp_path, notebook, places):
+    body = nbformat.reads(committed(notebook), as_version=4)
+    helpers = "from torch.utils.checkpoint import checkpoint\n"
+    helpers += inspect.getsource(notebook_03.residual)
+    for cell in body.cells:
+        for start, (answer, use) in places.items():
+            if cell.source.startswith(start) or f"\n{start}" in cell.source:
+                line = next(one for one in cell.source.splitlines() if one.startswith(start))
+                answered = f"{helpers}\n{inspect.getsource(answer)}\n{use}"
+                cell.source = cell.source.replace(line, answered)
+    nbformat.write(body, tmp_path / "answered.ipynb")
+    verdicts = {one.exercise: one.verdict for one in grade(tmp_path / "answered.ipynb")}
+    right = {name for name, found in verdicts.items() if found == "right"}
+    assert right == {start.partition(" ")[0].replace("chosen", "budget") for start in places}
+    assert set(verdicts.values()) == {"right", "open"}
