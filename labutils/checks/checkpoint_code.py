@@ -1,4 +1,4 @@
-"""Exercises of notebook 03 that are code: a checkpoint of one's own, three silent bugs, a policy."""
+"""Exercises of notebook 03 that are code: an own checkpoint, three silent bugs, a policy."""
 
 from __future__ import annotations
 

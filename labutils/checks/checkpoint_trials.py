@@ -137,7 +137,7 @@ def run_net(forward: Callable[[BugNet, torch.Tensor], torch.Tensor]) -> NetTrial
 
 
 def errors_of(found: NetTrial, plain: NetTrial) -> dict[str, float]:
-    """Return {part: relative error of its gradient}, and that of the output; inf if none is there."""
+    """Return {part: relative error of its gradient}, and that of the output; inf if it has none."""
     errors = {"output": _error(found.output, plain.output)}
     for part, gradient in plain.gradients.items():
         errors[part] = _error(found.gradients[part], gradient)
