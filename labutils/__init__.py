@@ -64,6 +64,7 @@ _NAMES = {
     "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory"),
     "prediction.module": ("predict_module",),
     "prediction.published": ("published",),
+    "prediction.selective": ("WithPolicy", "half_of_squares", "policy_cost"),
     "prediction.sizes": (
         "fitting",
         "largest_micro_batch",

@@ -44,6 +44,9 @@ from labutils.prediction.memory import needed_gib as needed_gib
 from labutils.prediction.memory import predict_memory as predict_memory
 from labutils.prediction.module import predict_module as predict_module
 from labutils.prediction.published import published as published
+from labutils.prediction.selective import WithPolicy as WithPolicy
+from labutils.prediction.selective import half_of_squares as half_of_squares
+from labutils.prediction.selective import policy_cost as policy_cost
 from labutils.prediction.sizes import fitting as fitting
 from labutils.prediction.sizes import largest_micro_batch as largest_micro_batch
 from labutils.prediction.sizes import longest_sequence as longest_sequence

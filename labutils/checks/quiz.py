@@ -112,18 +112,63 @@ MIXED_PRECISION: tuple[Statement, ...] = (
     ),
 )
 
-QUIZZES = {"01": MIXED_PRECISION, "04": PROFILING}
+CHECKPOINTING: tuple[Statement, ...] = (
+    (
+        "Checkpointing changes the gradient a little, so the loss curve differs.",
+        False,
+        "section 2: with the random state kept, the second run computes the same numbers",
+    ),
+    (
+        "A checkpoint for each block halves the peak, whatever the batch.",
+        False,
+        "section 5: for one short sequence the peak stays, because activations do not make it",
+    ),
+    (
+        "With a checkpoint per block a step runs about four thirds of the FLOPs, or less.",
+        True,
+        "section 4: forward, forward again, and a backward pass of two forward passes",
+    ),
+    (
+        "√L segments are best for GPT-2 in float32, as for any network of L layers.",
+        False,
+        "section 3: √(r L) is best, and r is about 16 for such a block",
+    ),
+    (
+        "If the loss looks right, no random state was forgotten.",
+        False,
+        "section 2: the forward pass is unchanged; only the gradient is wrong",
+    ),
+    (
+        "A BatchNorm inside a checkpointed segment updates its statistics twice in a step.",
+        True,
+        "section 5: it runs twice, and nothing takes the second update back",
+    ),
+    (
+        "Under eval() Hugging Face's switch saves as much as under train().",
+        False,
+        "section 5: it is silently off",
+    ),
+    (
+        "A card of twice the memory holds at least twice as many sequences.",
+        True,
+        "section 6: weights, gradients and optimizer state need their memory only once",
+    ),
+)
+QUIZZES = {
+    "mixed_precision": MIXED_PRECISION,
+    "checkpointing": CHECKPOINTING,
+    "profiling": PROFILING,
+}
 
 
-def self_test(answers: Sequence[bool | None], notebook: str = "04") -> None:
-    """Print the statements of a notebook's quiz, and for each answer whether it is right, and why.
+def self_test(answers: Sequence[bool | None], quiz: str) -> None:
+    """Print the statements of a quiz, and for each answer whether it is right, and why.
 
-    An answer of None is open: its reason is not printed. Raises ValueError for a notebook without
-    a quiz.
+    An answer of None is open: its reason is not printed. Raises ValueError for an unknown quiz.
     """
-    if notebook not in QUIZZES:
-        raise ValueError(f"there is no quiz of notebook {notebook!r}; there are {list(QUIZZES)}")
-    statements = QUIZZES[notebook]
+    if quiz not in QUIZZES:
+        raise ValueError(f"there is no quiz {quiz!r}; there are: {', '.join(QUIZZES)}")
+    statements = QUIZZES[quiz]
     if len(answers) != len(statements):
         print(f"There are {len(statements)} statements; the list has {len(answers)} entries.")
         return

@@ -5,7 +5,7 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 
 from __future__ import annotations
 
-from labutils.plotting.checkpointing import kept_along, mark_guess, pareto, pareto_front
+from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto, pareto_front
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.ladder import guess_line, ladder
@@ -56,7 +56,7 @@ __all__ = [
     "gradient_histogram",
     "guess_line",
     "heat_map",
-    "kept_along",
+    "kept_in_block",
     "ladder",
     "loss_scale",
     "losses",

@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from matplotlib.patches import Rectangle
 
 import labutils as lab
 from labutils import plotting
@@ -234,9 +235,16 @@ def test_a_guess_is_marked_only_if_there_is_one():
     plt.close("all")
 
 
-def test_a_block_has_a_column_for_each_tensor():
-    ax = plotting.kept_along({"input of norm 1": 1, "input of GELU": 4})
-    assert [patch.get_height() for patch in ax.patches] == [1, 4]
+def test_a_block_is_drawn_with_a_square_for_each_number_kept():
+    kept = dict.fromkeys("abcdef", 1) | {"input of GELU": 4, "output of GELU": 4}
+    ax = plotting.kept_in_block(kept)
+    squares = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+    assert len(squares) == sum(kept.values())
+    assert len({square.get_facecolor() for square in squares[1:]}) == 1
+    assert squares[0].get_facecolor() != squares[1].get_facecolor()
+    assert {"4: input\nof GELU", "GELU", "attention", "+"} <= set(words(ax.texts))
+    with pytest.raises(ValueError, match="not 2"):
+        plotting.kept_in_block({"a": 1, "b": 1})
     plt.close("all")
 
 

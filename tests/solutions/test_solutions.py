@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 
 import nbformat
@@ -10,6 +11,7 @@ import pytest
 
 from labutils import checks
 from labutils.checks.quiz import QUIZZES
+from labutils.tools.grade import grade
 from tests.helpers import committed
 from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04
 
@@ -84,6 +86,7 @@ def given_function(notebook: str, name: str) -> str:
 
 def defined(source: str, name: str):
     namespace = {"torch": notebook_01.torch, "F": notebook_01.F}
+    namespace["checkpoint"] = notebook_03.checkpoint
     exec(source, namespace)
     return namespace[name]
 
@@ -94,6 +97,7 @@ def defined(source: str, name: str):
         (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
         (notebook_02.NOTEBOOK, "broken_epoch", "accumulation_epoch"),
+        (notebook_03.NOTEBOOK, "broken_forward", "mended_forward"),
     ],
 )
 def test_what_the_notebook_gives_as_broken_is_not_right(capsys, notebook, name, exercise):
@@ -115,13 +119,13 @@ def test_the_given_epoch_can_be_mended_one_bug_at_a_time(capsys):
     assert len(set(seen)) == 3 and all(text.startswith("Not yet:") for text in seen)
 
 
-@pytest.mark.parametrize("notebook", QUIZZES)
-def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, notebook):
+@pytest.mark.parametrize("quiz", QUIZZES)
+def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, quiz):
     def printed_for(answers: list) -> str:
-        checks.self_test(answers, notebook)
+        checks.self_test(answers, quiz)
         return capsys.readouterr().out.strip()
 
-    texts, truths, reasons = zip(*QUIZZES[notebook], strict=True)
+    texts, truths, reasons = zip(*QUIZZES[quiz], strict=True)
     opposites = [not truth for truth in truths]
     nothing = [None] * len(truths)
     for answers, word in ((truths, "right"), (opposites, "wrong"), (nothing, "open")):
@@ -135,12 +139,65 @@ def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, noteb
 
 
 def test_a_true_statement_is_judged_as_true(capsys):
-    checks.self_test([False] + 9 * [None], "04")
+    checks.self_test([False] + 9 * [None], "profiling")
     first = capsys.readouterr().out.strip().splitlines()[0]
     # Saving activations does not always lower the peak.
     assert first.startswith("1. right") and "saves activations always lowers" in first
 
 
 def test_an_unknown_quiz_is_refused():
-    with pytest.raises(ValueError, match="there is no quiz of notebook '09'"):
-        checks.self_test([], "09")
+    with pytest.raises(ValueError, match="there is no quiz 'checkpoints'"):
+        checks.self_test([], "checkpoints")
+
+
+def test_the_given_forward_can_be_mended_one_bug_at_a_time(capsys):
+    """Each mended bug changes the verdict, and with the last one the answer is right."""
+    source = given_function(notebook_03.NOTEBOOK, "broken_forward")
+    changes = (
+        ("use_reentrant=True", "use_reentrant=False"),
+        ("decay.div_(2)", "decay = decay / 2"),
+        ("def residual(h, block)", "def residual(h, block, decay)"),
+        ("(residual, h, block,", "(residual, h, block, decay,"),
+        ("checkpoint(lambda h: net.mix(net.norm(h)), h,", "checkpoint(net.mix, net.norm(h),"),
+    )
+    seen = [verdict(capsys, "mended_forward", defined(source, "broken_forward"))]
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+        seen.append(verdict(capsys, "mended_forward", defined(source, "broken_forward")))
+    assert len(set(seen)) >= 4 and seen[-1] == "Right."
+    assert all(text.startswith("Not yet:") for text in seen[:-1])
+
+
+@pytest.mark.parametrize(
+    ("notebook", "places"),
+    [
+        (
+            notebook_03.NOTEBOOK,
+            {
+                "own_checkpoint = None": (notebook_03.Own, "own_checkpoint = Own.apply"),
+                "mended_forward = None": (notebook_03.mended_forward, ""),
+            },
+        ),
+        (
+            "further/checkpointing.ipynb",
+            {"chosen_policy = None": (notebook_03.budget_policy, "chosen_policy = budget_policy")},
+        ),
+    ],
+    ids=["core", "further"],
+)
+def test_the_grader_scores_answers_that_are_code(tmp_path, notebook, places):
+    body = nbformat.reads(committed(notebook), as_version=4)
+    helpers = "from torch.utils.checkpoint import checkpoint\n"
+    helpers += inspect.getsource(notebook_03.residual)
+    for cell in body.cells:
+        for start, (answer, use) in places.items():
+            if cell.source.startswith(start) or f"\n{start}" in cell.source:
+                line = next(one for one in cell.source.splitlines() if one.startswith(start))
+                answered = f"{helpers}\n{inspect.getsource(answer)}\n{use}"
+                cell.source = cell.source.replace(line, answered)
+    nbformat.write(body, tmp_path / "answered.ipynb")
+    verdicts = {one.exercise: one.verdict for one in grade(tmp_path / "answered.ipynb")}
+    right = {name for name, found in verdicts.items() if found == "right"}
+    assert right == {start.partition(" ")[0].replace("chosen", "budget") for start in places}
+    assert set(verdicts.values()) == {"right", "open"}
