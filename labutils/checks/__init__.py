@@ -1,7 +1,8 @@
 """Check an exercise: "right", or which misconception the answer shows.
 
 There is one module per notebook that has exercises. To add an exercise, write it in that module
-with `@exercise`, call it in the notebook as `lab.checks.NAME(...)`, and add its answers to `tests/solutions/`.
+with `@exercise`, call it in the notebook as `lab.checks.NAME(...)`, and add its answers to
+`tests/solutions/`.
 """
 
 from __future__ import annotations
