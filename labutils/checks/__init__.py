@@ -1,8 +1,8 @@
 """Check an exercise: "right", or which misconception the answer shows.
 
-There is one module per notebook, and a second one for the code of notebook 03. To add an exercise,
-write it in that module with `@exercise`, call it in the notebook as `lab.checks.NAME(...)`, and add
-its answers to `tests/solutions/`.
+There is one module per notebook that has exercises, and a second one for the code of notebook 03.
+To add an exercise, write it in that module with `@exercise`, call it in the notebook as
+`lab.checks.NAME(...)`, and add its answers to `tests/solutions/`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ from labutils.checks import (
     checkpointing,
     mixed_precision,
     profiling,
+    scaler,
+    speed,
 )
 from labutils.checks.core import collect_verdicts, exercises_in
 from labutils.checks.quiz import self_test
 
 __all__ = ["EXERCISES", "collect_verdicts", "hint", "self_test"]
 
-NOTEBOOKS = (mixed_precision, accumulation, checkpointing, checkpoint_code, profiling)
+NOTEBOOKS = (
+    mixed_precision,
+    accumulation,
+    checkpointing,
+    checkpoint_code,
+    profiling,
+    scaler,
+    speed,
+)
 EXERCISES = {name: check for module in NOTEBOOKS for name, check in exercises_in(module).items()}
 globals().update(EXERCISES)
 

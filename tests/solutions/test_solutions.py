@@ -13,9 +13,16 @@ from labutils import checks
 from labutils.checks.quiz import QUIZZES
 from labutils.tools.grade import grade
 from tests.helpers import committed
-from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04
+from tests.solutions import (
+    further_scaler,
+    further_speed,
+    notebook_01,
+    notebook_02,
+    notebook_03,
+    notebook_04,
+)
 
-NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
+NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04, further_scaler, further_speed)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 

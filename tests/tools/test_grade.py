@@ -149,3 +149,11 @@ def test_csv_from_the_command_line(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "submission,exercise,verdict,reason"
     assert lines[1].startswith("a.ipynb,nvidia_smi,wrong,")
+
+
+@pytest.mark.parametrize(("name", "exercise"), [("scaler", "break_clipping"), ("speed", "control")])
+def test_an_optional_notebook_is_scored_by_its_own_exercises(tmp_path, name, exercise):
+    text = committed(f"further/{name}.ipynb")
+    (tmp_path / "x.ipynb").write_text(text, encoding="utf-8")
+    scores = grade.grade(tmp_path / "x.ipynb")
+    assert [(score.exercise, score.verdict) for score in scores] == [(exercise, "open")]
