@@ -157,9 +157,9 @@ INNOCENT = {
     3: "here the error shows, but this line is right: the rate is set once per window. Which line "
     "makes its argument wrong?",
     4: "the targets of the whole window are counted before the first backward pass: that is right.",
-    5: "a window's loss begins at 0: that is right.",
-    6: "an ordinary loop over the micro-batches of one window.",
-    7: "a sum, divided by the targets of the window: that is right at unequal lengths, too.",
+    5: "an ordinary loop over the micro-batches of one window.",
+    6: "a sum, divided by the targets of the window: that is right at unequal lengths, too.",
+    7: "each micro-batch adds its gradient to .grad: that is right.",
     8: "the loss of the window is the sum of its parts, and .item() keeps no graph.",
     10: "clipping stands after the last backward pass of the window, so it limits the whole sum.",
     11: "one optimizer step per window: that is right.",

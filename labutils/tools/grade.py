@@ -114,7 +114,8 @@ def needed_cells(cells: Sequence[str], at: int) -> list[str]:
 def expected(cells: Sequence[str]) -> list[str]:
     """Return the exercises of the course's notebook that these cells share most with."""
     have = set(_all_exercises(cells))
-    course = [_all_exercises(code_cells(path)) for path in sorted(REPO_DIR.glob("0*.ipynb"))]
+    paths = [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
+    course = [_all_exercises(code_cells(path)) for path in paths]
     return max(course, key=lambda names: len(have & set(names)))
 
 

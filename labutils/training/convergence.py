@@ -78,9 +78,9 @@ class LongRecord:
             raise ValueError(f"the record has no {arm!r} after {tokens} tokens: {self.points()}")
         return rows.sort_values("seed").held_out_loss.tolist()
 
-    def against_small(self, arm: str, tokens: int) -> PairedDifference:
-        """Return by how much the arm's losses exceed those of `SMALL`, seed by seed."""
-        return paired_difference(self.at(SMALL, tokens), self.at(arm, tokens))
+    def against(self, arm: str, tokens: int, base: str = SMALL) -> PairedDifference:
+        """Return by how much the arm's losses exceed those of `base`, seed by seed."""
+        return paired_difference(self.at(base, tokens), self.at(arm, tokens))
 
 
 def read_record(path: Path = RECORD) -> LongRecord:

@@ -51,6 +51,9 @@ DRAWINGS = {
     "curves": lambda ax: plotting.curves(
         {"measured": {1: 2.0, 4: None, 8: 1.0}}, "batch", "ms", ax, (1, 4, 8)
     ),
+    "bands": lambda ax: plotting.bands(
+        {"16": {1: [1.0, 3.0], 2: [2.0, 2.5]}}, "tokens", "nats", ax
+    ),
     "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
     "bars_beside": lambda ax: plotting.bars_beside(
         {"kept": {"block": 2.0, "head": 1.0}, "parameters": {"block": 1.0}},
@@ -61,6 +64,14 @@ DRAWINGS = {
     ),
     "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
 }
+
+
+def test_a_band_is_the_mean_with_the_spread_of_the_seeds():
+    ax = plotting.bands({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "tokens", "nats")
+    assert list(ax.lines[0].get_ydata()) == [2.0, 2.0]
+    box = ax.collections[0].get_paths()[0].get_extents()
+    assert (box.y0, box.y1) == pytest.approx((2 - 2**0.5, 2 + 2**0.5))
+    plt.close("all")
 
 
 def words(texts) -> list[str]:

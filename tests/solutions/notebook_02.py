@@ -190,7 +190,7 @@ SOLUTIONS = [
         right=[9],
         wrong=[
             (3, "here the error shows"),
-            (7, "right at unequal lengths"),
+            (6, "right at unequal lengths"),
             (10, "limits the whole sum"),
             (12, "would erase"),
             (0, "a line number from 1 to 13"),

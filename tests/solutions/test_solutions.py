@@ -8,6 +8,7 @@ import re
 
 import nbformat
 import pytest
+import torch
 
 import labutils as lab
 from labutils import checks
@@ -146,11 +147,11 @@ def test_the_bug_stands_in_the_line_that_the_check_knows():
     seen = {}
     for name, text in (("given", source), ("mended", source.replace(line, line[4:]))):
         asked = seen[name] = []
-        names = {"lab": lab}
+        names = {"lab": lab, "torch": torch, "islice": itertools.islice}
         exec(text, names)
         model = lab.build_model("gpt2-nano", dropout=0.0)
         stream = itertools.islice(lab.batches(lab.sequences(16), 1, seed=0), 5)
-        optimizer = notebook_02.torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         names["suspect"](model, stream, optimizer, lambda n, asked=asked: asked.append(n) or 0.0, 2)
     assert seen == {"given": [0, 2, 4], "mended": [0, 1, 2]}
 

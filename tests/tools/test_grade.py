@@ -134,7 +134,9 @@ def test_a_cell_brings_what_it_needs_and_nothing_else():
     ]
 
 
-@pytest.mark.parametrize("name", ["01-Mixed_Precision", "04-Memory_Profiling"])
+@pytest.mark.parametrize(
+    "name", ["01-Mixed_Precision", "02-Gradient_Accumulation", "04-Memory_Profiling"]
+)
 def test_the_courses_own_notebooks_have_their_exercises(tmp_path, name):
     (tmp_path / "x.ipynb").write_text(committed(f"{name}.ipynb"), encoding="utf-8")
     names = grade.expected(grade.code_cells(tmp_path / "x.ipynb"))
@@ -149,3 +151,10 @@ def test_csv_from_the_command_line(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "submission,exercise,verdict,reason"
     assert lines[1].startswith("a.ipynb,nvidia_smi,wrong,")
+
+
+def test_an_optional_notebook_is_graded_by_its_own_exercises(tmp_path):
+    path = tmp_path / "x.ipynb"
+    path.write_text(committed("further/accumulation.ipynb"), encoding="utf-8")
+    (score,) = grade.grade(path)
+    assert (score.exercise, score.verdict) == ("beta2", "open")
