@@ -249,3 +249,9 @@ def test_a_block_has_a_column_for_each_tensor():
     ax = plotting.kept_along({"input of norm 1": 1, "input of GELU": 4})
     assert [patch.get_height() for patch in ax.patches] == [1, 4]
     plt.close("all")
+
+
+def test_numbers_of_a_reconciliation_hide_the_line_behind_them():
+    ax = plotting.reconcile({"peak": {"predicted": 0.9, "measured": 1.0}}, "gain")
+    assert [text.get_bbox_patch().get_facecolor() for text in ax.texts] == [(1, 1, 1, 1)] * 2
+    plt.close("all")
