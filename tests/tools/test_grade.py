@@ -134,6 +134,13 @@ def test_a_cell_brings_what_it_needs_and_nothing_else():
     ]
 
 
+def test_the_local_names_of_a_function_bring_no_cell():
+    cells = ["model = slow()", "k = 2", "def f(x):\n    model = x * k\n    return model", "f(1)"]
+    assert grade.needed_cells(cells, 3) == cells[1:]
+    comprehension = "print([model for model in range(k)])"
+    assert grade.needed_cells([*cells[:2], comprehension], 2) == ["k = 2", comprehension]
+
+
 @pytest.mark.parametrize(
     "name", ["01-Mixed_Precision", "02-Gradient_Accumulation", "04-Memory_Profiling"]
 )
