@@ -85,10 +85,7 @@ def _parsed(cell: str) -> ast.AST:
 
 
 def _names(cell: str) -> tuple[set[str], set[str]]:
-    """Return (names that a cell defines or changes, names that it uses).
-
-    Parameters and local variables of its functions are neither.
-    """
+    """Return (names a cell defines or changes, names it uses), without its functions' local ones."""
     tree, defines, uses = _parsed(cell), set(), set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
@@ -119,10 +116,10 @@ def needed_cells(cells: Sequence[str], at: int) -> list[str]:
 
 def expected(cells: Sequence[str]) -> list[str]:
     """Return the exercises of the course's notebook that these cells share most with."""
-    have = set(_all_exercises(cells))
+    have = _all_exercises(cells)
     paths = [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
     course = [_all_exercises(code_cells(path)) for path in paths]
-    return max(course, key=lambda names: len(have & set(names)))
+    return max(course, key=lambda names: len(set(have) & set(names)))
 
 
 def _all_exercises(cells: Sequence[str]) -> list[str]:
@@ -152,8 +149,7 @@ def _score(cells: Sequence[str], exercise: str) -> tuple[str, str]:
     twice = f"called in {len(places)} cells; the last counts" if len(places) > 1 else ""
     if verdicts[-1].is_open:
         return "open", twice
-    problem = verdicts[-1].problem
-    return ("wrong", problem) if problem else ("right", twice)
+    return ("wrong", verdicts[-1].problem) if verdicts[-1].problem else ("right", twice)
 
 
 def _why_missing(cells: Sequence[str], exercise: str) -> str:
