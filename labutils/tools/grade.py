@@ -85,7 +85,7 @@ def _parsed(cell: str) -> ast.AST:
 
 
 def _names(cell: str) -> tuple[set[str], set[str]]:
-    """Return (names a cell defines or changes, names it uses), without its functions' local ones."""
+    """Return (names a cell defines or changes, names it uses), local names left out."""
     tree, defines, uses = _parsed(cell), set(), set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
