@@ -22,6 +22,7 @@ _MODULES = {
     "arithmetic": "prediction.arithmetic",
     "autocast_dtypes": "techniques.autocast_dtypes",
     "checks": "checks",
+    "convergence": "training.convergence",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
     "play": "exhibits.play",

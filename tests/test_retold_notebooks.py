@@ -17,7 +17,7 @@ RETOLD = [
     "02-Gradient_Accumulation.ipynb",
     "03-Gradient_Checkpointing.ipynb",
 ]
-FURTHER = ["checkpointing", "scaler", "speed"]
+FURTHER = ["accumulation", "checkpointing", "scaler", "speed"]
 WITH_FURTHER = [*RETOLD, *(f"further/{name}.ipynb" for name in FURTHER)]
 GUESS = re.compile(r'lab\.guess\("(\w+)", (f?"[^"]*")\)')
 CHECKED = "nbval-check-output"

@@ -112,6 +112,59 @@ MIXED_PRECISION: tuple[Statement, ...] = (
     ),
 )
 
+ACCUMULATION: tuple[Statement, ...] = (
+    (
+        "A window's gradient is right only if its number of targets is known before the step.",
+        True,
+        "each summed loss is divided by that number, or the sum of gradients is, later",
+    ),
+    (
+        "A test with packed sequences finds the mean of means.",
+        False,
+        "at equal lengths it gives the right gradient",
+    ),
+    (
+        "An error that float64 does not shrink is not rounding.",
+        True,
+        "rounding shrinks with eps; dropout and batch norm do not",
+    ),
+    (
+        "Accumulation lets 10⁹ float32 parameters train with AdamW in 8 GiB.",
+        False,
+        "weights, gradients and moments alone are more, at any micro-batch size",
+    ),
+    (
+        "Against the same micro-batch, a second micro-batch can raise the peak.",
+        True,
+        "the first one's gradients are alive during its backward pass",
+    ),
+    (
+        "A difference of two timings counts if it is larger than 5 %.",
+        False,
+        "it counts if it is larger than what two identical variants differ by",
+    ),
+    (
+        "Loss against optimizer steps is a fair comparison of two batch sizes.",
+        False,
+        "a larger batch has then seen more text: compare at equal tokens",
+    ),
+    (
+        "If 4 × 8 learns worse than 1 × 8 at one rate, accumulation has harmed the learning.",
+        False,
+        "the batch has changed as well: the control is 1 × 32",
+    ),
+    (
+        "unscale_ and clipping run once per window, after its last backward pass.",
+        True,
+        "before it, .grad holds a part of the sum",
+    ),
+    (
+        "A schedule that counts micro-batches changes no gradient, so it is harmless.",
+        False,
+        "the rate then ends its schedule n times too early",
+    ),
+)
+
 CHECKPOINTING: tuple[Statement, ...] = (
     (
         "Checkpointing changes the gradient a little, so the loss curve differs.",
@@ -156,6 +209,7 @@ CHECKPOINTING: tuple[Statement, ...] = (
 )
 QUIZZES = {
     "mixed_precision": MIXED_PRECISION,
+    "accumulation": ACCUMULATION,
     "checkpointing": CHECKPOINTING,
     "profiling": PROFILING,
 }

@@ -10,7 +10,7 @@ from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.ladder import guess_line, ladder
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
-from labutils.plotting.numbers import bars_beside, curves, heat_map, rates, reconcile, steps
+from labutils.plotting.numbers import bands, bars_beside, curves, heat_map, rates, reconcile, steps
 from labutils.plotting.predicted_time import predicted_times
 from labutils.plotting.runs import (
     four_panels,
@@ -49,6 +49,7 @@ __all__ = [
     "STYLES",
     "VERMILION",
     "YELLOW",
+    "bands",
     "bars_beside",
     "bit_layout",
     "curves",

@@ -52,6 +52,9 @@ DRAWINGS = {
     "curves": lambda ax: plotting.curves(
         {"measured": {1: 2.0, 4: None, 8: 1.0}}, "batch", "ms", ax, (1, 4, 8)
     ),
+    "bands": lambda ax: plotting.bands(
+        {"16": {1: [1.0, 3.0], 2: [2.0, 2.5]}}, "tokens", "nats", ax
+    ),
     "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
     "bars_beside": lambda ax: plotting.bars_beside(
         {"kept": {"block": 2.0, "head": 1.0}, "parameters": {"block": 1.0}},
@@ -62,6 +65,14 @@ DRAWINGS = {
     ),
     "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
 }
+
+
+def test_a_band_is_the_mean_with_the_spread_of_the_seeds():
+    ax = plotting.bands({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "tokens", "nats")
+    assert list(ax.lines[0].get_ydata()) == [2.0, 2.0]
+    box = ax.collections[0].get_paths()[0].get_extents()
+    assert (box.y0, box.y1) == pytest.approx((2 - 2**0.5, 2 + 2**0.5))
+    plt.close("all")
 
 
 def words(texts) -> list[str]:
@@ -259,3 +270,9 @@ def test_losses_by_seed_show_the_mean_and_the_difference_from_the_same_seed():
     assert (band.y0, band.y1) == pytest.approx((0.1, 0.3))
     assert list(right.lines[0].get_ydata()) == [0.0, 0.0]
     assert right.get_ylabel() == "loss minus fp32, same seed"
+
+
+def test_numbers_of_a_reconciliation_hide_the_line_behind_them():
+    ax = plotting.reconcile({"peak": {"predicted": 0.9, "measured": 1.0}}, "gain")
+    assert [text.get_bbox_patch().get_facecolor() for text in ax.texts] == [(1, 1, 1, 1)] * 2
+    plt.close("all")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 
 import nbformat
 import pytest
+import torch
 
+import labutils as lab
 from labutils import checks
+from labutils.checks.accumulation import INNOCENT, LATE_LINE
+from labutils.checks.epoch_trials import judge_epoch
 from labutils.checks.quiz import QUIZZES
 from labutils.tools.grade import grade
 from tests.helpers import committed
@@ -49,7 +54,7 @@ def wrong_answers() -> list:
 
 @pytest.mark.parametrize(("exercise", "answer"), right_answers())
 def test_right_answers_pass(capsys, exercise, answer):
-    assert verdict(capsys, exercise, answer) == "Right."
+    assert verdict(capsys, exercise, answer).startswith("Right.")
 
 
 @pytest.mark.parametrize(("exercise", "answer", "words"), wrong_answers())
@@ -103,7 +108,6 @@ def defined(source: str, name: str):
     [
         (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
-        (notebook_02.NOTEBOOK, "broken_epoch", "accumulation_epoch"),
         (notebook_03.NOTEBOOK, "broken_forward", "mended_forward"),
     ],
 )
@@ -112,18 +116,55 @@ def test_what_the_notebook_gives_as_broken_is_not_right(capsys, notebook, name, 
     assert verdict(capsys, exercise, function).startswith("Not yet:")
 
 
-def test_the_given_epoch_can_be_mended_one_bug_at_a_time(capsys):
-    """Each mended bug changes the verdict, so that the reader sees progress."""
-    source = given_function(notebook_02.NOTEBOOK, "broken_epoch")
-    steps_first = "i % grad_accum_steps == 0"
-    steps_last = "(i + 1) % grad_accum_steps == 0"
-    steps_at_tail = f"{steps_last} or i + 1 == len(batches)"
-    seen = []
-    for old, new in ((steps_first, steps_last), (steps_last, steps_at_tail), ("", "")):
-        seen.append(verdict(capsys, "accumulation_epoch", defined(source, "broken_epoch")))
-        assert old in source
-        source = source.replace(old, new)
-    assert len(set(seen)) == 3 and all(text.startswith("Not yet:") for text in seen)
+def test_the_loop_to_break_is_right_as_it_is_given(capsys):
+    names = {}
+    exec(f"import torch\nimport torch.nn.functional as F\n{given_epoch()}", names)
+    assert set(judge_epoch(names["right_epoch"]).values()) == {None}
+    assert "still right" in verdict(capsys, "break_one", names["right_epoch"])
+
+
+def given_epoch() -> str:
+    return given_function(notebook_02.NOTEBOOK, "right_epoch")
+
+
+def test_each_judge_can_be_the_only_one_that_fails():
+    last, clip = notebook_02.EPOCH_STEP, notebook_02.EPOCH_CLIP
+    alone = {
+        "clipping": notebook_02.epoch((clip, "")),
+        "unequal lengths": notebook_02.ONLY_UNEQUAL[0],
+        "logged losses": notebook_02.epoch(("losses.append(window_loss)", "losses.append(0.0)")),
+        "step count": notebook_02.epoch((last, "")),
+    }
+    for judge, epoch in alone.items():
+        failed = {name for name, problem in judge_epoch(epoch).items() if problem}
+        assert failed == {judge}
+
+
+def test_a_narrower_range_gets_more_points(capsys):
+    for high, points in ((100, 3), (105, 2), (115, 1)):
+        checks.peak_range(99.2, 50.0, (99, high))
+        assert f"{points} of 3 points" in capsys.readouterr().out
+
+
+def test_the_bug_stands_in_the_line_that_the_check_knows():
+    """The line is numbered in the notebook; one level less to the right, it counts windows."""
+    for cell in cells_of(notebook_02.NOTEBOOK):
+        if "def suspect" in cell.source:
+            source = cell.source
+    line = f"            done += 1  # {LATE_LINE}\n"
+    assert source.count(line) == 1
+    assert [int(n) for n in re.findall(r"  # (\d+)$", source, re.M)] == list(range(1, 14))
+    assert INNOCENT.keys() | {LATE_LINE} == set(range(1, 14))
+    seen = {}
+    for name, text in (("given", source), ("mended", source.replace(line, line[4:]))):
+        asked = seen[name] = []
+        names = {"lab": lab, "torch": torch, "islice": itertools.islice}
+        exec(text, names)
+        model = lab.build_model("gpt2-nano", dropout=0.0)
+        stream = itertools.islice(lab.batches(lab.sequences(16), 1, seed=0), 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        names["suspect"](model, stream, optimizer, lambda n, asked=asked: asked.append(n) or 0.0, 2)
+    assert seen == {"given": [0, 2, 4], "mended": [0, 1, 2]}
 
 
 @pytest.mark.parametrize("quiz", QUIZZES)

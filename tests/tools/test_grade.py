@@ -134,7 +134,16 @@ def test_a_cell_brings_what_it_needs_and_nothing_else():
     ]
 
 
-@pytest.mark.parametrize("name", ["01-Mixed_Precision", "04-Memory_Profiling"])
+def test_the_local_names_of_a_function_bring_no_cell():
+    cells = ["model = slow()", "k = 2", "def f(x):\n    model = x * k\n    return model", "f(1)"]
+    assert grade.needed_cells(cells, 3) == cells[1:]
+    comprehension = "print([model for model in range(k)])"
+    assert grade.needed_cells([*cells[:2], comprehension], 2) == ["k = 2", comprehension]
+
+
+@pytest.mark.parametrize(
+    "name", ["01-Mixed_Precision", "02-Gradient_Accumulation", "04-Memory_Profiling"]
+)
 def test_the_courses_own_notebooks_have_their_exercises(tmp_path, name):
     (tmp_path / "x.ipynb").write_text(committed(f"{name}.ipynb"), encoding="utf-8")
     names = grade.expected(grade.code_cells(tmp_path / "x.ipynb"))
@@ -151,7 +160,10 @@ def test_csv_from_the_command_line(tmp_path, capsys):
     assert lines[1].startswith("a.ipynb,nvidia_smi,wrong,")
 
 
-@pytest.mark.parametrize(("name", "exercise"), [("scaler", "break_clipping"), ("speed", "control")])
+OPTIONAL = [("scaler", "break_clipping"), ("speed", "control"), ("accumulation", "beta2")]
+
+
+@pytest.mark.parametrize(("name", "exercise"), OPTIONAL)
 def test_an_optional_notebook_is_scored_by_its_own_exercises(tmp_path, name, exercise):
     text = committed(f"further/{name}.ipynb")
     (tmp_path / "x.ipynb").write_text(text, encoding="utf-8")
