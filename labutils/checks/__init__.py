@@ -7,6 +7,8 @@ To add an exercise, write it in that module with `@exercise`, call it in the not
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from labutils.checks import (
     accumulation,
     checkpoint_code,
@@ -30,7 +32,12 @@ NOTEBOOKS = (
     scaler,
     speed,
 )
-EXERCISES = {name: check for module in NOTEBOOKS for name, check in exercises_in(module).items()}
+EXERCISES: dict[str, Callable[..., None]] = {}
+for module in NOTEBOOKS:
+    found = exercises_in(module)
+    if twice := EXERCISES.keys() & found.keys():
+        raise ImportError(f"two notebooks have an exercise of this name: {', '.join(twice)}")
+    EXERCISES |= found
 globals().update(EXERCISES)
 
 

@@ -116,7 +116,7 @@ KEYS = {"n", "m", "rate", "tokens", "seeds"}
         "sequences per step as 4 × 8?",
     )
 )
-def control(answer: tuple[dict, dict] | None) -> str | None:
+def accumulation_control(answer: tuple[dict, dict] | None) -> str | None:
     """Check two runs that show whether accumulation itself changes what a model learns.
 
     A run is {"n", "m", "rate", "tokens", "seeds"}: a window of n micro-batches with m sequences.

@@ -15,7 +15,7 @@ from labutils.checks.core import exercise
         "cause.",
     )
 )
-def control(
+def speed_control(
     runs: Mapping[str, Mapping[str, object]], cause: str, pair: Sequence[str] | None
 ) -> str | None:
     """Check which two of `runs`, {name: {setting: value}}, show what the setting `cause` does."""

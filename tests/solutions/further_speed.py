@@ -19,7 +19,7 @@ RUNS = {
 
 SOLUTIONS = [
     Solution(
-        "control",
+        "speed_control",
         given=(RUNS, "precision"),
         right=[("C", "D"), ["D", "C"], {"C", "D"}],
         wrong=[

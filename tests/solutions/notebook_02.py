@@ -170,7 +170,7 @@ SOLUTIONS = [
         ],
     ),
     Solution(
-        "control",
+        "accumulation_control",
         right=[runs(n=1, m=32), (runs(n=1, m=32)[1], RUN)],
         wrong=[
             (runs(n=1), "the size of the batch could be the cause"),
