@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from labutils.tools.cli import main
 from tests.helpers import REPO, committed, slow
 
-RETOLD = ["01-Mixed_Precision.ipynb", "02-Gradient_Accumulation.ipynb"]
+RETOLD = ["01-Mixed_Precision.ipynb", "02-Gradient_Accumulation.ipynb", "04-Memory_Profiling.ipynb"]
 GUESS = re.compile(r'lab\.guess\("(\w+)", (f?"[^"]*")\)')
 CHECKED = "nbval-check-output"
 
