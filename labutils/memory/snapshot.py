@@ -179,7 +179,8 @@ def _is_own(file: str) -> bool:
 
 
 def _described(file: str, line: int, function: str) -> str:
-    source = linecache.getline(file, line).strip()
+    is_here = file.startswith("<") or Path(file).is_absolute()  # else of another machine
+    source = linecache.getline(file, line).strip() if is_here else ""
     place = "cell" if function == "<module>" else function
     if source:
         return f"{place}: {source[:60]}"
