@@ -94,6 +94,7 @@ def defined(source: str, name: str):
         (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
         (notebook_02.NOTEBOOK, "broken_epoch", "accumulation_epoch"),
+        (notebook_04.NOTEBOOK, "leaking_training", "repair"),
     ],
 )
 def test_what_the_notebook_gives_as_broken_is_not_right(capsys, notebook, name, exercise):
