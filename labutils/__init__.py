@@ -21,6 +21,7 @@ _MODULES = {
     "allocator": "prediction.allocator",
     "arithmetic": "prediction.arithmetic",
     "autocast_dtypes": "techniques.autocast_dtypes",
+    "capstone": "training.capstone",
     "checks": "checks",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",

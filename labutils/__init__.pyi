@@ -60,6 +60,7 @@ from labutils.techniques.loss import count_targets as count_targets
 from labutils.techniques.loss import lm_loss_sum as lm_loss_sum
 from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
+from labutils.training import capstone as capstone
 from labutils.training import ladder as ladder
 from labutils.training import profiles as profiles
 from labutils.training import speed as speed

@@ -6,13 +6,13 @@ it in the notebook as `lab.checks.NAME(...)`, and add its answers to `tests/solu
 
 from __future__ import annotations
 
-from labutils.checks import accumulation, checkpointing, mixed_precision, profiling
+from labutils.checks import accumulation, capstone, checkpointing, mixed_precision, profiling
 from labutils.checks.core import collect_verdicts, exercises_in
 from labutils.checks.quiz import self_test
 
 __all__ = ["EXERCISES", "collect_verdicts", "hint", "self_test"]
 
-NOTEBOOKS = (mixed_precision, accumulation, checkpointing, profiling)
+NOTEBOOKS = (mixed_precision, accumulation, checkpointing, profiling, capstone)
 EXERCISES = {name: check for module in NOTEBOOKS for name, check in exercises_in(module).items()}
 globals().update(EXERCISES)
 

@@ -11,9 +11,15 @@ import pytest
 from labutils import checks
 from labutils.checks.quiz import STATEMENTS
 from tests.helpers import committed
-from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04
+from tests.solutions import (
+    notebook_01,
+    notebook_02,
+    notebook_03,
+    notebook_04,
+    notebook_capstone,
+)
 
-NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
+NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 
