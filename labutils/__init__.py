@@ -28,6 +28,7 @@ _MODULES = {
     "plotting": "plotting",
     "precision": "techniques.precision",
     "profiles": "training.profiles",
+    "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
 }

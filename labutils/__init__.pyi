@@ -63,6 +63,7 @@ from labutils.techniques.precision import tf32 as tf32
 from labutils.training import capstone as capstone
 from labutils.training import ladder as ladder
 from labutils.training import profiles as profiles
+from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table

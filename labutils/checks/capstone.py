@@ -17,6 +17,7 @@ class Trial(Protocol):
     """What a trial of a config tells: see `labutils.training.capstone.Trial`."""
 
     config: object
+    is_autocast: bool
     changed_task: tuple[str, ...]
     needed_gib: float
     kept_gib: float
@@ -66,7 +67,7 @@ def _memory(trial: Trial) -> str | None:
             words.append("Accumulation does not lower this floor.")
         if trial.config.gradient_checkpointing != "none":
             words.append("Checkpointing does not lower it: it saves activations.")
-        if trial.config.precision.startswith(("fp16", "bf16")):
+        if trial.is_autocast:
             words.append("Autocast does not lower it: its weights stay float32.")
         return over + " ".join(words)
     category, phase, n_gib = trial.largest

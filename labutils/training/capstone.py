@@ -30,7 +30,7 @@ from labutils.workload.gpt2 import build_model
 CARD, BUDGET_GIB = "rtx4060", 5.5
 SLOWER = 1.1  # times the predicted step of the start
 LOSS_GAP = 0.02  # of the twin's held-out loss: rounding and clipping stay below, a stall does not
-START = "fp32"
+START = "fp32_config"  # in configs/
 TASK: dict[str, Any] = {
     "model": "gpt2-medium",
     "weights": "random",
@@ -69,6 +69,7 @@ class Trial:
     """
 
     config: Config
+    is_autocast: bool
     changed_task: tuple[str, ...]
     needed_gib: float
     kept_gib: float
@@ -105,7 +106,7 @@ def start_text(name: str) -> str:
         line = f"{key}: {value}".ljust(24)
         text, n_found = re.subn(rf"(?m)^{key}: (\"[^\"]*\"|\S+) *", f"{line} ", text)
         if n_found != 1:
-            raise ValueError(f"configs/{START}_config.yaml has {n_found} lines of {key}")
+            raise ValueError(f"configs/{START}.yaml has {n_found} lines of {key}")
     head = f"# {name}.yaml: the capstone. Lines that must stay as they are:\n# {', '.join(TASK)}.\n"
     return head + re.sub(r" +$", "", text, flags=re.M)
 
@@ -126,6 +127,7 @@ def try_config(path: str | Path, device: torch.device) -> Trial | None:
     category, n_bytes = max(ledger.categories.items(), key=lambda item: item[1])
     trial = Trial(
         config=config,
+        is_autocast=PRECISIONS[config.precision].autocast,
         changed_task=tuple(changed),
         needed_gib=needed_gib(ledger, CARD),
         kept_gib=gib(kept_bytes(config)) + CONTEXT_GIB,
@@ -196,8 +198,8 @@ def twin_of(config: Config, device: torch.device) -> tuple[Config, str]:
         changes["loss_chunk_tokens"] = TWIN_CHUNK
     note, answer = "", here.support(config.precision, device)
     if not answer.ok or answer.slow:
-        changes["precision"] = START
-        note = f"the twin ran in {START}: {answer.reason}"
+        changes["precision"] = plain = load_config(START).precision
+        note = f"the twin ran in {plain}: {answer.reason}"
     name = f"twin_{config.name}"
     return config_of(_values(config) | changes | {"name": name}, "the twin"), note
 

@@ -15,7 +15,6 @@ PLAIN = SimpleNamespace(
     seq_len=1024,
     tokens_per_step=8192,
     gradient_checkpointing="none",
-    precision="bf16",
     optimizer="adamw_8bit",
 )
 
@@ -24,6 +23,7 @@ def trial(config=(), **facts):
     """Return a trial that is right, but for the facts that are given."""
     right = {
         "config": SimpleNamespace(**{**vars(PLAIN), **dict(config)}),
+        "is_autocast": True,
         "changed_task": (),
         "needed_gib": 5.4,
         "kept_gib": 3.8,
