@@ -51,7 +51,7 @@ _NAMES = {
     ),
     "memory.ledger": ("gib", "mib"),
     "memory.measure": ("measure_step",),
-    "memory.snapshot_page": ("snapshot_page",),
+    "memory.snapshot_page": ("snapshot_kinds", "snapshot_page"),
     "memory.tensors": (
         "flat_gradient",
         "kept_by_kind",

@@ -25,6 +25,7 @@ from labutils.memory.device_memory import without_expandable_segments as without
 from labutils.memory.ledger import gib as gib
 from labutils.memory.ledger import mib as mib
 from labutils.memory.measure import measure_step as measure_step
+from labutils.memory.snapshot_page import snapshot_kinds as snapshot_kinds
 from labutils.memory.snapshot_page import snapshot_page as snapshot_page
 from labutils.memory.tensors import flat_gradient as flat_gradient
 from labutils.memory.tensors import kept_by_kind as kept_by_kind

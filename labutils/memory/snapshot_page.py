@@ -104,6 +104,22 @@ def snapshot_page(
     return path
 
 
+def snapshot_kinds(
+    source: Snapshot | str | os.PathLike[str] | None = None,
+) -> tuple[dict[str, int], int]:
+    """Return ({kind of block: bytes at the peak}, number of blocks then) of a memory history.
+
+    `source` as for `snapshot_page`, whose errors are raised.
+    """
+    found = history(SHIPPED if source is None else source)
+    event, _ = found.peak()
+    alive = [block for block in found.blocks if block.start <= event < block.end]
+    sums = dict.fromkeys(_kinds(found.blocks), 0)
+    for block in alive:
+        sums[block.kind] += block.n_bytes
+    return sums, len(alive)
+
+
 def page(found: History) -> str:
     """Return the page of a history as HTML, its data and script inside."""
     event, n_bytes = found.peak()

@@ -121,6 +121,16 @@ def test_the_script_stacks_blocks_without_a_hole_and_finds_them(shipped, tmp_pat
     assert found["isHit"] and found["goesBack"]
 
 
+def test_kinds_add_up_to_the_peak_and_are_those_of_the_page(shipped):
+    kinds, n_blocks = lab.snapshot_kinds()
+    data = data_of(shipped)
+    assert sum(kinds.values()) == max(alive(data["blocks"], data["nEvents"]))
+    assert list(kinds) == data["kinds"]
+    assert n_blocks == len(re.findall("<tr><td>", shipped)) - 1 + int(
+        re.search(r">(\d+) others<", shipped)[1]
+    )
+
+
 FRAME = {"filename": "/home/anna/train.py", "line": 3, "name": "<b>step</b></script>"}
 
 
