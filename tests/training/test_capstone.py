@@ -96,7 +96,8 @@ def test_kept_bytes_are_those_of_the_ledger():
 
 
 def test_the_twin_keeps_techniques_and_the_share_of_the_batch():
-    config = lab.load_config(SOLUTIONS[1])
+    keys = {"optimizer": "adamw_8bit", "gradient_checkpointing": "block", "micro_batch_size": 2}
+    config = lab.load_config(capstone.START, **capstone.TASK, **keys)
     twin, _ = capstone.twin_of(config, CPU)
     assert (twin.model, twin.tokens_per_step, twin.micro_batch_size) == ("gpt2-nano", 512, 1)
     for key in ("optimizer", "gradient_checkpointing", "learning_rate", "steps"):
