@@ -16,6 +16,7 @@ RETOLD = [
     "01-Mixed_Precision.ipynb",
     "02-Gradient_Accumulation.ipynb",
     "03-Gradient_Checkpointing.ipynb",
+    "04-Memory_Profiling.ipynb",
 ]
 FURTHER = ["accumulation", "checkpointing", "scaler", "speed"]
 WITH_FURTHER = [*RETOLD, *(f"further/{name}.ipynb" for name in FURTHER)]

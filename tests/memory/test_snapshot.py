@@ -194,3 +194,16 @@ def test_a_line_typed_at_a_prompt_counts_as_ones_own():
         ("<ipython-input-1-ab>", 7, "f"),
     ]
     assert snapshot._own_line(frames).startswith("f")
+
+
+def test_frames_of_c_and_of_another_machines_torch_are_no_lines_of_ones_own(tmp_path):
+    """`_dump_snapshot` notes C++ and the interpreter as well, unless it is told not to."""
+    frames = [
+        {"filename": "??", "line": 0, "name": "torch::unwind::unwind()"},
+        {"filename": "Objects/call.c", "line": 542, "name": "cfunction_call"},
+        {"filename": "/other/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "x"},
+        {"filename": "train.py", "line": 7, "name": "own"},
+    ]
+    trace = [{"action": "alloc", "addr": 1, "size": 512, "frames": frames}]
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
+    assert list(snapshot.load(tmp_path / "s.pickle").at_end()) == ["own, line 7"]
