@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from labutils.exhibits import loss_scale_data
 from labutils.exhibits.exhibit import FOLDER, Exhibit, make_exhibit, page
 from labutils.files import runs_dir, write_atomically
-from labutils.plotting import bit_layout
-from labutils.techniques.float_formats import E4M3, E5M2, FORMATS, FloatFormat, rounded
+from labutils.plotting import bit_layout, gradient_histogram
+from labutils.techniques.float_formats import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    FP16,
+    FloatFormat,
+    fp16_fate,
+    rounded,
+)
 
 NUMBER_FORMATS = (*FORMATS, E4M3, E5M2)
 
@@ -43,6 +54,37 @@ def _described(one: FloatFormat) -> dict[str, object]:
         "has_inf": one.has_inf,
         "saturates": one.dtype is not None and rounded(2 * one.max, one.dtype) == one.max,
     }
+
+
+def loss_scale(gradients: torch.Tensor | None = None, power: int = 0) -> Exhibit:
+    """Return an exhibit: what FP16 makes of gradients times 2^`power`, and a scaler that walks.
+
+    `gradients` are any finite numbers, by default those of notebook 01, section 3 (a run of seconds
+    on the CPU, the first time). The scaler walks through another recorded run.
+    """
+    values = loss_scale_data.gradients() if gradients is None else gradients.detach().float()
+    numbers = ("eps", "max", "min_normal", "min_subnormal")
+    data = {
+        "format": {name: getattr(FP16, name) for name in numbers},
+        "parts": loss_scale_data.PARTS,
+        "octaves": loss_scale_data.counted(values),
+        "largest": loss_scale_data.largest_gradients(),
+        "power": power,
+        "first": 24,
+        "intervals": [2, 5, 10, 2000],
+        "interval": 5,
+    }
+    lost = f"{100 * fp16_fate(values, 2.0**power)['zero']:.3g} % of them become 0 in FP16"
+    ax = gradient_histogram(values, 2.0**power)
+    ax.set_title(f"Real gradients, times {2**power:g}: {lost}", pad=18)
+    return make_exhibit(
+        "loss_scale",
+        "A loss scale, and the scaler that chooses it",
+        "Drag the scale over real gradients. Then let the scaler walk, one step a click.",
+        data,
+        ax,
+        f"A histogram of real gradients, times {2**power:g}, over powers of two: {lost}.",
+    )
 
 
 def save_all(path: str | Path | None = None) -> Path:
