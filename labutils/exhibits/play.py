@@ -5,6 +5,7 @@ They compute with the same numbers as the cells; no kernel and no network are ne
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from labutils.exhibits import loss_scale_data
 from labutils.exhibits.exhibit import FOLDER, Exhibit, make_exhibit, page
 from labutils.files import runs_dir, write_atomically
-from labutils.plotting import bit_layout, gradient_histogram
+from labutils.plotting import bit_layout, gradient_histogram, relative_spacing
 from labutils.techniques.float_formats import (
+    BF16,
     E4M3,
     E5M2,
     FORMATS,
@@ -54,6 +56,24 @@ def _described(one: FloatFormat) -> dict[str, object]:
         "has_inf": one.has_inf,
         "saturates": one.dtype is not None and rounded(2 * one.max, one.dtype) == one.max,
     }
+
+
+def range(number_format: str = "FP16") -> Exhibit:  # so this file has no built-in `range`
+    """Return an exhibit: choose the exponent and mantissa bits, and see range against spacing."""
+    data = {"format": number_format, "formats": [_described(one) for one in NUMBER_FORMATS]}
+    spans = [f"{one.name} {math.log2(one.max / one.min_subnormal):.0f}" for one in (BF16, FP16)]
+    reach = f"Powers of two from the smallest to the largest number: {', '.join(spans)}"
+    finer = f"at 1, FP16 is {BF16.eps / FP16.eps:g} times finer"
+    ax = relative_spacing()
+    ax.set_title(f"{reach};\n{finer}", fontsize="medium")
+    return make_exhibit(
+        "range",
+        "Range against precision",
+        "Divide the bits between exponent and mantissa. The real formats are marks on the way.",
+        data,
+        ax,
+        f"A line for each format: relative spacing over the size of the number. {reach}; {finer}.",
+    )
 
 
 def loss_scale(gradients: torch.Tensor | None = None, power: int = 0) -> Exhibit:
