@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 
-from labutils.exhibits import loss_scale_data
+from labutils.config.reader import load_config
+from labutils.exhibits import loss_scale_data, step_data
 from labutils.exhibits.exhibit import FOLDER, Exhibit, make_exhibit, page
 from labutils.files import runs_dir, write_atomically
-from labutils.plotting import bit_layout, gradient_histogram, relative_spacing
+from labutils.memory.ledger import mib
+from labutils.plotting import bit_layout, gradient_histogram, relative_spacing, timeline
+from labutils.prediction.memory import predict_memory
 from labutils.techniques.float_formats import (
     BF16,
     E4M3,
@@ -104,6 +108,29 @@ def loss_scale(gradients: torch.Tensor | None = None, power: int = 0) -> Exhibit
         data,
         ax,
         f"A histogram of real gradients, times {2**power:g}, over powers of two: {lost}.",
+    )
+
+
+def step(precision: str | None = None) -> Exhibit:
+    """Return an exhibit: one training step in slow motion, with the dtype of all that is alive.
+
+    The step is predicted for the small GPT-2 on a CPU (seconds, the first time). `precision` is
+    where it begins, by default the one that needs a loss scale.
+    """
+    found = step_data.data()
+    scaled = [name for name, run in found["runs"].items() if run["scaler"]]
+    chosen = precision or scaled[0]
+    ledger = predict_memory(load_config(chosen), "cpu")
+    peak = f"the peak, {mib(ledger.peak_bytes):.1f} MiB, is in the {ledger.peak_phase} phase"
+    ax = timeline(ledger, plt.subplots(figsize=(6.5, 2.4), layout="constrained")[1])
+    ax.set_title(f"One step in {chosen}: {peak}", pad=14)
+    return make_exhibit(
+        "step",
+        "One training step, moment by moment",
+        "Drag through a training step. See which tensors are alive, in which dtype, and why.",
+        found | {"precision": chosen},
+        ax,
+        f"Bytes that are alive from left to right through one step in {chosen}: {peak}.",
     )
 
 
