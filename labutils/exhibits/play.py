@@ -12,11 +12,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from labutils.config.reader import load_config
-from labutils.exhibits import loss_scale_data, step_data
+from labutils.exhibits import amdahl_data, loss_scale_data, step_data
 from labutils.exhibits.exhibit import FOLDER, Exhibit, make_exhibit, page
 from labutils.files import runs_dir, write_atomically
 from labutils.memory.ledger import mib
-from labutils.plotting import bit_layout, gradient_histogram, relative_spacing, timeline
+from labutils.plotting import bit_layout, curves, gradient_histogram, relative_spacing, timeline
 from labutils.prediction.memory import predict_memory
 from labutils.techniques.float_formats import (
     BF16,
@@ -28,6 +28,7 @@ from labutils.techniques.float_formats import (
     fp16_fate,
     rounded,
 )
+from labutils.training import speed
 
 NUMBER_FORMATS = (*FORMATS, E4M3, E5M2)
 
@@ -131,6 +132,41 @@ def step(precision: str | None = None) -> Exhibit:
         found | {"precision": chosen},
         ax,
         f"Bytes that are alive from left to right through one step in {chosen}: {peak}.",
+    )
+
+
+def amdahl(
+    share: float | None = None, speedup: float | None = None, measured: float | None = None
+) -> Exhibit:
+    """Return an exhibit: how fast a step is if only its matrix products get faster.
+
+    Your own point: the `share` of products in a step (0 to 1), the `speedup` of one product, and,
+    if you have it, the `measured` speed-up of the whole step. Raises ValueError for a share beyond
+    0 to 1, a speed-up that is not positive, or only one of the two.
+    """
+    cards = amdahl_data.cards()
+    data = {"cards": cards, "share": cards[0]["share"], "speedup": cards[0]["product"]}
+    if (share, speedup, measured) != (None, None, None):
+        if share is None or speedup is None:
+            raise ValueError("give both numbers: the share of products, and their speed-up")
+        own = {"step": measured, "amdahl": speed.amdahl(share, speedup)}
+        data |= {"share": share, "speedup": speedup, "own": own}
+    powers = [2.0**k for k in (0, 1, 2, 3, 4, 5, 6)]
+    lines = {}
+    for part in (0.5, 0.75, 0.9):
+        lines[f"products are {part:.0%}"] = {r: speed.amdahl(part, r) for r in powers}
+    ax = curves(lines, "speed of one product, ×", "speed of the step, ×", log2_ticks=powers)
+    claim = (
+        f"64 times faster products make a step at most {lines['products are 90%'][64]:.1f}× fast"
+    )
+    ax.set_title(claim)
+    return make_exhibit(
+        "amdahl",
+        "Faster products, and the whole step",
+        "Choose the share of matrix products and their speed. See what it does to the step.",
+        data,
+        ax,
+        f"Speed of the step over the speed of one product, for shares of 50, 75 and 90 %. {claim}.",
     )
 
 
