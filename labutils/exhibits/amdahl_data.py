@@ -1,4 +1,4 @@
-"""The cards of the exhibit `amdahl`, by the time ledger. They take half a minute, so their file ships.
+"""The cards of the exhibit `amdahl`, by the time ledger: half a minute, so their file ships.
 
 `python -m labutils.exhibits.amdahl_data` writes it again; a test says when it is stale.
 """
