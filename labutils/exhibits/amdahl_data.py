@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-
-import pandas as pd
 
 from labutils.config.cards import CARDS
 from labutils.config.choices import PRECISIONS, SIXTEEN_BIT
@@ -16,7 +15,7 @@ from labutils.config.resolve import precision_on
 from labutils.prediction.time import PRODUCTS, predict_time
 from labutils.prediction.work import PRODUCT
 
-FILE = Path(__file__).with_name("amdahl_cards.csv")
+FILE = Path(__file__).with_name("amdahl_cards.json")
 BASELINE = next(iter(PRECISIONS))  # float32
 SHOWN = ("t4", "l4", "rtx4090", "a100", "h200")
 
@@ -41,10 +40,10 @@ def predicted(card: str) -> dict[str, str | float]:
 
 def cards() -> list[dict[str, str | float]]:
     """Return the rows of the file."""
-    return pd.read_csv(FILE).to_dict("records")
+    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
     rows = [predicted(card) for card in SHOWN]
-    pd.DataFrame(rows).to_csv(FILE, index=False)
+    FILE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {FILE.name}")
