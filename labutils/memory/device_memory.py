@@ -164,7 +164,7 @@ def cuda_memory(device: torch.device) -> dict[str, int]:
 
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes of all tensors alive on a device: CUDA's statistics, or on a CPU its
-    floating-point tensors.
+    floating-point tensors, the `.grad` of each among them.
 
     On a CPU those that only autograd holds are not found.
     """
@@ -172,7 +172,9 @@ def allocated_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     gc.collect()
     # no compiler's fakes
-    plain = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
+    plain = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+    # Python may never have looked at a gradient: then the collector does not know it
+    plain += [leaf.grad for leaf in plain if leaf.is_leaf and leaf.grad is not None]
     return tensor_bytes(
         [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
     )

@@ -152,6 +152,13 @@ def test_after_an_error_in_a_cell_the_tensors_of_its_frames_are_free():
     assert lab.allocated_bytes(CPU) == before
 
 
+def test_gradients_count_as_allocated_although_nothing_looked_at_them():
+    layer = torch.nn.Linear(1000, 500, bias=False)
+    before = lab.allocated_bytes(CPU)
+    layer(torch.ones(1, 1000)).sum().backward()
+    assert lab.allocated_bytes(CPU) == before + 4 * 1000 * 500
+
+
 def test_peak_allocated_counts_what_was_there_and_the_highest_rise():
     standing = torch.zeros(50_000)
     before = lab.allocated_bytes(CPU)
