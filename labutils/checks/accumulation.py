@@ -59,6 +59,8 @@ def break_one(judge: str, epoch: Epoch | None) -> str | None:
     others = "; ".join(f"{name}: {why}" for name, why in failed.items() if name != judge)
     if judge in failed:
         return f"{judge} fails, but it is not alone. {others}"
+    if judge not in found:
+        return f"{judge} could not be judged. {others}"
     return f"{judge} still passes. What fails is {others}"
 
 

@@ -135,7 +135,10 @@ WRONG_BREAKS = [
     ),
     (epoch(("window_loss += loss.item()", "window_loss = loss.item()")), "not the means over all"),
     (epoch(("    return losses\n", "")), "one loss per optimizer step"),
-    (epoch((EPOCH_STEP, "")), "never stepped"),
+    (
+        epoch((EPOCH_STEP, "")),
+        "unequal lengths could not be judged. step count: the optimizer never",
+    ),
     (epoch((BACKWARD, BACKWARD + "    " + EPOCH_STEP)), "windows are there"),
     (epoch(("iter(batches)", "iter([*batches[:1], *batches])")), "wrong micro-batches"),
     (epoch((EPOCH_STEP, "        raise ValueError('x')\n")), "it raised ValueError"),

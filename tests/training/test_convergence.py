@@ -55,6 +55,29 @@ def test_the_command_writes_what_can_be_read_again(runs, tmp_path):
         made.at("batch_8", 7)
 
 
+def test_rates_are_compared_on_equal_terms(runs, tmp_path):
+    path = tmp_path / "rates.csv"
+    sizes = ["--tokens", "2048", "--every-tokens", "1024"]
+    convergence_record.main(["--rates", *sizes, "--to", str(path)])
+    made = lab.convergence.read_record(path)
+    assert made.facts["made by"].endswith("--rates") and set(made.losses.seed) == {0}
+    for _, rows in made.losses.groupby(["sequences", "tokens"]):
+        assert tuple(rows.learning_rate) == lab.convergence.RATES
+        assert rows.held_out_loss.nunique() == len(rows)  # the rate was used
+
+
+def test_the_shipped_rates_say_why_the_small_batch_has_its_rate():
+    shipped = lab.convergence.read_record(lab.convergence.RATES_RECORD)
+    for (sequences, _), rows in shipped.losses.groupby(["sequences", "tokens"]):
+        assert sorted(rows.learning_rate) == list(lab.convergence.RATES)
+        assert sequences in (8, 32)
+    ends = shipped.losses[shipped.losses.tokens.isin([8192, shipped.points()[-1]])]
+    for _, rows in ends[ends.sequences == 8].groupby("tokens"):
+        best = rows.loc[rows.held_out_loss.idxmin()].learning_rate
+        assert best == lab.convergence.ARMS[lab.convergence.SMALL][1]
+    assert not shipped.facts["commit"].endswith("+")
+
+
 def test_seeds_are_paired_whatever_the_order_of_the_rows():
     rows = [("batch_8", 1, 5.0), ("batch_8", 0, 6.0), ("batch_16", 0, 6.5), ("batch_16", 1, 5.25)]
     table = pd.DataFrame(rows, columns=["arm", "seed", "held_out_loss"]).assign(tokens=8)
