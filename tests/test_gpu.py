@@ -533,7 +533,6 @@ def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     assert main(["predict", "fp32", "--device", "this"]) == 0
 
 
-@pytest.mark.gpu
 def test_cublas_workspaces_are_given_back_on_request():
     ones = torch.ones(64, 64, device=CUDA)
     ones @ ones
