@@ -5,8 +5,9 @@ They compute with the same numbers as the cells; no kernel and no network are ne
 
 from __future__ import annotations
 
+from labutils.exhibits import segments_data
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
-from labutils.plotting import bit_layout
+from labutils.plotting import bit_layout, curves
 from labutils.techniques.float_formats import E4M3, E5M2, FORMATS, FloatFormat, rounded
 
 NUMBER_FORMATS = (*FORMATS, E4M3, E5M2)
@@ -26,6 +27,28 @@ def number(value: float = 0.1, number_format: str = "BF16") -> Exhibit:
         "Type a value, drag its size, or flip a bit: see what each format stores, and the error.",
         data,
         bit_layout(NUMBER_FORMATS),
+        alt,
+    )
+
+
+def segments(n_layer: int = 24, ratio: float = 16.0) -> Exhibit:
+    """Return an exhibit: cut layers into checkpointed segments, and see the peak and the work.
+
+    A layer keeps `ratio` times its input. At first each layer is a segment.
+    """
+    data = {"n_layer": n_layer, "ratio": ratio, "networks": segments_data.networks()}
+    lines = {}
+    for r in (1, 4, 16):
+        lines[f"each layer keeps {r} × its input"] = segments_data.peaks_of_equal_segments(24, r)
+    axes = "equal segments of 24 layers", "peak, in inputs of a layer"
+    still = curves(lines, *axes, log2_ticks=(1, 2, 3, 4, 6, 8, 12, 24))
+    alt = "The peak against the number of equal segments, for layers that keep much and little."
+    return make_exhibit(
+        "segments",
+        "Segments between checkpoints",
+        "Cut the layers into segments: see what is kept, what is computed again, and the peak.",
+        data,
+        still,
         alt,
     )
 
