@@ -222,3 +222,13 @@ def test_a_network_sets_the_sliders(show):
     assert text(root, "ratio-text") == "8.5"
     chosen = root.find_element("css selector", "select")
     assert chosen.get_property("value") == ""
+
+
+def test_every_instant_is_in_a_table(show):
+    root = show(lab.play.segments(6, 2.0))
+    press(root, "√L")
+    root.find_element("css selector", "summary").click()
+    rows = root.find_elements("css selector", '[data-part="instants"] tr')
+    cells = rows[1].find_elements("css selector", "td")
+    assert len(rows) == 3
+    assert [cell.text for cell in cells] == ["segment 2", "4 to 6", "2", "6", "8"]
