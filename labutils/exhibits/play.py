@@ -5,9 +5,9 @@ They compute with the same numbers as the cells; no kernel and no network are ne
 
 from __future__ import annotations
 
-from labutils.exhibits import segments_data
+from labutils.exhibits import allocator_data, segments_data
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
-from labutils.plotting import bit_layout, curves
+from labutils.plotting import bit_layout, curves, steps
 from labutils.techniques.float_formats import E4M3, E5M2, FORMATS, FloatFormat, rounded
 
 NUMBER_FORMATS = (*FORMATS, E4M3, E5M2)
@@ -49,6 +49,30 @@ def segments(n_layer: int = 24, ratio: float = 16.0) -> Exhibit:
         "Cut the layers into segments: see what is kept, what is computed again, and the peak.",
         data,
         still,
+        alt,
+    )
+
+
+def allocator(limit_mib: int = 200, is_expandable: bool = False) -> Exhibit:
+    """Return an exhibit: request and free tensors, and see segments, holes and reserved memory.
+
+    The card has `limit_mib`. Its rules are those of `lab.allocator.CachingAllocator`.
+    """
+    story = allocator_data.story()
+    data = {
+        "limit_mib": limit_mib,
+        "expandable": is_expandable,
+        "rules": allocator_data.RULES,
+        "story": story,
+    }
+    lines = allocator_data.told(story)
+    alt = "Allocated and reserved MiB after five events, for fixed and for expandable segments."
+    return make_exhibit(
+        "allocator",
+        "The caching allocator",
+        "Request and free tensors: see what is reserved, where holes are, and when memory runs out.",
+        data,
+        steps(lines, [say for say, _, _ in story], "MiB"),
         alt,
     )
 
