@@ -70,7 +70,7 @@ def allocator(limit_mib: int = 200, is_expandable: bool = False) -> Exhibit:
     return make_exhibit(
         "allocator",
         "The caching allocator",
-        "Request and free tensors: see what is reserved, where holes are, and when memory runs out.",
+        "Request and free tensors: see holes, reserved memory, and when memory runs out.",
         data,
         steps(lines, [say for say, _, _ in story], "MiB"),
         alt,
