@@ -5,7 +5,7 @@ They compute with the same numbers as the cells; no kernel and no network are ne
 
 from __future__ import annotations
 
-from labutils.exhibits import allocator_data, segments_data
+from labutils.exhibits import allocator_data, segments_data, window_data
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
 from labutils.plotting import bit_layout, curves, steps
 from labutils.techniques.float_formats import E4M3, E5M2, FORMATS, FloatFormat, rounded
@@ -73,6 +73,34 @@ def allocator(limit_mib: int = 200, is_expandable: bool = False) -> Exhibit:
         "Request and free tensors: see holes, reserved memory, and when memory runs out.",
         data,
         steps(lines, [say for say, _, _ in story], "MiB"),
+        alt,
+    )
+
+
+def window(n_micro_batches: int = 4, micro_batch_size: int = 4) -> Exhibit:
+    """Return an exhibit: scrub through the memory of n × m sequences, and weigh unequal ones.
+
+    Bytes are those of the ledger, of a small GPT-2 on a CPU: two traces take a few seconds.
+    """
+    words = "Predicted by the ledger for gpt2-nano in float32 on a CPU, with sequences of "
+    data = {
+        "n": n_micro_batches,
+        "m": micro_batch_size,
+        "film": window_data.film(),
+        "categories": list(window_data.GROUPS),
+        "lengths": window_data.LENGTHS,
+        "model": f"{words}{window_data.SEQ_LEN} tokens. The time axis is a sketch.",
+    }
+    ticks = (2, 4, 8, 16, 32)
+    axes = "sequences per optimizer step", "predicted peak, MiB"
+    still = curves(window_data.peaks(32), *axes, log2_ticks=ticks)
+    alt = "The peak of one batch of m sequences grows; that of n micro-batches of two hardly does."
+    return make_exhibit(
+        "window",
+        "A window of micro-batches",
+        "Scrub through one optimizer step: activations come and go, gradients stay.",
+        data,
+        still,
         alt,
     )
 
