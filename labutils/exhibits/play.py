@@ -6,7 +6,6 @@ They compute with the same numbers as the cells; no kernel and no network are ne
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -20,8 +19,8 @@ from labutils.exhibits import (
     step_data,
     window_data,
 )
-from labutils.exhibits.exhibit import FOLDER, Exhibit, make_exhibit, page
-from labutils.files import runs_dir, write_atomically
+from labutils.exhibits.exhibit import Exhibit, make_exhibit
+from labutils.exhibits.number_data import NUMBER_FORMATS, described
 from labutils.memory.ledger import mib
 from labutils.plotting import (
     bit_layout,
@@ -34,17 +33,10 @@ from labutils.plotting import (
 from labutils.prediction.memory import predict_memory
 from labutils.techniques.float_formats import (
     BF16,
-    E4M3,
-    E5M2,
-    FORMATS,
     FP16,
-    FloatFormat,
     fp16_fate,
-    rounded,
 )
 from labutils.training import speed
-
-NUMBER_FORMATS = (*FORMATS, E4M3, E5M2)
 
 
 def number(value: float = 0.1, number_format: str = "BF16") -> Exhibit:
@@ -52,7 +44,7 @@ def number(value: float = 0.1, number_format: str = "BF16") -> Exhibit:
     data = {
         "value": repr(value),
         "format": number_format,
-        "formats": [_described(one) for one in NUMBER_FORMATS],
+        "formats": [described(one) for one in NUMBER_FORMATS],
     }
     alt = "The bits of six number formats, one square for each: sign, exponent and mantissa."
     return make_exhibit(
@@ -139,21 +131,9 @@ def window(n_micro_batches: int = 4, micro_batch_size: int = 4) -> Exhibit:
     )
 
 
-def _described(one: FloatFormat) -> dict[str, object]:
-    return {
-        "name": one.name,
-        "exponent": one.exponent_bits,
-        "mantissa": one.mantissa_bits,
-        "bias": one.bias,
-        "max": one.max,
-        "has_inf": one.has_inf,
-        "saturates": one.dtype is not None and rounded(2 * one.max, one.dtype) == one.max,
-    }
-
-
 def range(number_format: str = "FP16") -> Exhibit:  # so this file has no built-in `range`
     """Return an exhibit: choose the exponent and mantissa bits, and see range against spacing."""
-    data = {"format": number_format, "formats": [_described(one) for one in NUMBER_FORMATS]}
+    data = {"format": number_format, "formats": [described(one) for one in NUMBER_FORMATS]}
     spans = [f"{one.name} {math.log2(one.max / one.min_subnormal):.0f}" for one in (BF16, FP16)]
     reach = f"Powers of two from the smallest to the largest number: {', '.join(spans)}"
     finer = f"at 1, FP16 is {BF16.eps / FP16.eps:g} times finer"
@@ -256,12 +236,3 @@ def amdahl(
         ax,
         f"Speed of the step over the speed of one product, for shares of 50, 75 and 90 %. {claim}.",
     )
-
-
-def save_all(path: str | Path | None = None) -> Path:
-    """Write one page with all exhibits, by default `runs/exhibits.html`; return its path."""
-    makers = [maker for name, maker in globals().items() if (FOLDER / f"{name}.html").exists()]
-    target = Path(path) if path else runs_dir() / "exhibits.html"
-    text = page("Things to play with", [maker() for maker in makers])
-    write_atomically(target, text.encode())
-    return target
