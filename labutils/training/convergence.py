@@ -21,8 +21,8 @@ RECORD = REFERENCE_DIR / "convergence.csv"
 RATES_RECORD = REFERENCE_DIR / "convergence_rates.csv"
 SMALL, SEQ_LEN, WARMUP_TOKENS = "batch_8", 32, 2048
 RATES = (3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)
-# {arm: (sequences in an optimizer step, learning rate)}. The rate of SMALL is the best of RATES with
-# seed 0 (RATES_RECORD); the others follow the rule rate × √κ, or keep the rate.
+# {arm: (sequences in an optimizer step, learning rate)}. The rate of SMALL is the best of RATES
+# with seed 0 (RATES_RECORD); the others follow the rule rate × √κ, or keep the rate.
 ARMS = {
     "batch_8": (8, 1e-3),
     "batch_16": (16, 1e-3 * 2**0.5),
