@@ -21,6 +21,7 @@ _MODULES = {
     "allocator": "prediction.allocator",
     "arithmetic": "prediction.arithmetic",
     "autocast_dtypes": "techniques.autocast_dtypes",
+    "capstone": "training.capstone",
     "checks": "checks",
     "convergence": "training.convergence",
     "ladder": "training.ladder",
@@ -29,6 +30,7 @@ _MODULES = {
     "plotting": "plotting",
     "precision": "techniques.precision",
     "profiles": "training.profiles",
+    "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
 }
@@ -52,6 +54,7 @@ _NAMES = {
     ),
     "memory.ledger": ("gib", "mib"),
     "memory.measure": ("measure_step",),
+    "memory.snapshot_page": ("snapshot_kinds", "snapshot_page"),
     "memory.tensors": (
         "flat_gradient",
         "kept_by_kind",

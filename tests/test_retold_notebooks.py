@@ -16,6 +16,7 @@ RETOLD = [
     "01-Mixed_Precision.ipynb",
     "02-Gradient_Accumulation.ipynb",
     "03-Gradient_Checkpointing.ipynb",
+    "04-Memory_Profiling.ipynb",
 ]
 FURTHER = ["accumulation", "checkpointing", "scaler", "speed"]
 WITH_FURTHER = [*RETOLD, *(f"further/{name}.ipynb" for name in FURTHER)]
@@ -187,7 +188,7 @@ def test_a_guess_after_run_all_works_and_each_cell_of_its_section_runs_again(run
             filled = GUESS.sub(r'lab.guess("\1", \2, low=1, high=3)', cell.source)
             section.append(filled)
             if any("lab.guess" in source for source in section):
-                again.append(nbformat.v4.new_code_cell(filled))
+                again.append(nbformat.v4.new_code_cell(filled, metadata=cell.metadata))  # its tags
     scores = nbformat.v4.new_code_cell("print(list(lab.scores()['made']))")
     notebook.cells += [*again, scores]
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(REPO)}}).execute()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from labutils.checks import (
     accumulation,
+    capstone,
     checkpoint_code,
     checkpointing,
     mixed_precision,
@@ -29,6 +30,7 @@ NOTEBOOKS = (
     checkpointing,
     checkpoint_code,
     profiling,
+    capstone,
     scaler,
     speed,
 )

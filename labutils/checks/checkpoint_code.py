@@ -145,10 +145,9 @@ def mended_forward(answer: Callable | None) -> str | None:
 
 @exercise(
     hints=(
-        "Divide the FLOPs of each product by the bytes of its result. Which result saves most "
+        "Divide the FLOPs of each matmul by the bytes of its result. Which result saves most "
         "work for each byte that it keeps?",
-        "One product of the block is never computed again, whatever you keep. Which one comes "
-        "last?",
+        "One matmul of the block is never computed again, whatever you keep. Which one comes last?",
         "Look at the shapes: `args[1]` and `args[2]` of `addmm` are the input and the weights.",
     )
 )

@@ -74,16 +74,18 @@ def _draw_sum(ax: Axes, x: float, y: float) -> None:
 def pareto_front(points: Mapping[str, tuple[float, float]], tolerance: float = 0.05) -> list[str]:
     """Return the names of the points (memory, time) that no other point beats, in order.
 
-    A point is beaten by one that is smaller and no slower, or no larger and faster by more than
-    `tolerance`, a fraction: smaller differences of time are taken for noise.
+    Times that differ by at most `tolerance`, a fraction of the smaller one, count as equal: such a
+    difference may be noise. A point is beaten by one that is smaller and not slower, or equally
+    large and faster.
     """
     front = []
     for name, (memory, ms) in points.items():
         is_beaten = False
         for other_memory, other_ms in points.values():
-            smaller = other_memory < memory and other_ms <= ms
-            faster = other_memory <= memory and other_ms < (1 - tolerance) * ms
-            is_beaten = is_beaten or smaller or faster
+            not_slower = other_ms <= (1 + tolerance) * ms
+            faster = (1 + tolerance) * other_ms < ms
+            smaller = other_memory < memory and not_slower
+            is_beaten = is_beaten or smaller or (other_memory == memory and faster)
         if not is_beaten:
             front.append(name)
     return front

@@ -192,9 +192,9 @@ def labs(options: argparse.Namespace) -> int:
         if not execute(path, in_place=options.in_place):
             code = 1
     if not options.notebook:
-        from labutils.exhibits import play
+        from labutils.exhibits.everything import save_all
 
-        print(f"wrote {play.save_all()}")
+        print(f"wrote {save_all()}")
     return code
 
 

@@ -26,7 +26,7 @@ class PairedDifference:
 
     @property
     def verdict(self) -> str:
-        """Whether all of five pairs or more differ the same way, by more than a known noise."""
+        """Whether five pairs or more differ the same way, by more than the noise if known."""
         agree = self.low > 0 or self.high < 0
         if self.n_pairs < FEWEST_PAIRS or not agree or abs(self.median) <= (self.noise or 0.0):
             return CANNOT_TELL

@@ -9,6 +9,7 @@ import pytest
 from nbconvert import HTMLExporter
 
 import labutils as lab
+from labutils.exhibits.everything import save_all
 from labutils.exhibits.exhibit import FOLDER
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.html"))
@@ -55,7 +56,7 @@ def test_two_of_a_kind_live_on_one_page(exhibit, browser, tmp_path):
 
 
 def test_one_page_has_all_of_them(show, browser, tmp_path):
-    path = lab.play.save_all(tmp_path / "exhibits.html")
+    path = save_all(tmp_path / "exhibits.html")
     browser.get(path.as_uri())
     live = browser.find_elements("css selector", "[data-exhibit][data-live]")
     assert sorted(root.get_attribute("data-exhibit") for root in live) == NAMES

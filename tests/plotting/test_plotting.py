@@ -225,6 +225,9 @@ def test_points_that_others_beat_are_not_on_the_front():
     points = {"small": (1.0, 9.0), "fast": (3.0, 2.0), "beaten": (3.5, 2.5), "noise": (3.0, 2.05)}
     assert plotting.pareto_front(points) == ["small", "fast", "noise"]
     assert plotting.pareto_front(points, tolerance=0.0) == ["small", "fast"]
+    close = {"small": (1.0, 9.0), "larger": (2.0, 8.8), "larger and faster": (3.0, 8.0)}
+    assert plotting.pareto_front(close) == ["small", "larger and faster"]
+    assert plotting.pareto_front(close, tolerance=0.0) == list(close)
     ax = plotting.pareto(points)
     assert words(ax.get_legend().get_texts()) == [*points, "Pareto front"]
     plt.close("all")

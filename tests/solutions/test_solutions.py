@@ -25,9 +25,11 @@ from tests.solutions import (
     notebook_02,
     notebook_03,
     notebook_04,
+    notebook_capstone,
 )
 
-NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04, further_scaler, further_speed)
+NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
+NOTEBOOKS += (further_scaler, further_speed, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 
@@ -109,6 +111,7 @@ def defined(source: str, name: str):
         (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
         (notebook_03.NOTEBOOK, "broken_forward", "mended_forward"),
+        (notebook_04.NOTEBOOK, "leaking_training", "repair"),
     ],
 )
 def test_what_the_notebook_gives_as_broken_is_not_right(capsys, notebook, name, exercise):
