@@ -21,13 +21,16 @@ _MODULES = {
     "allocator": "prediction.allocator",
     "arithmetic": "prediction.arithmetic",
     "autocast_dtypes": "techniques.autocast_dtypes",
+    "capstone": "training.capstone",
     "checks": "checks",
+    "convergence": "training.convergence",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
     "play": "exhibits.play",
     "plotting": "plotting",
     "precision": "techniques.precision",
     "profiles": "training.profiles",
+    "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
 }
@@ -51,6 +54,7 @@ _NAMES = {
     ),
     "memory.ledger": ("gib", "mib"),
     "memory.measure": ("measure_step",),
+    "memory.snapshot_page": ("snapshot_kinds", "snapshot_page"),
     "memory.tensors": (
         "flat_gradient",
         "kept_by_kind",
@@ -64,6 +68,7 @@ _NAMES = {
     "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory"),
     "prediction.module": ("predict_module",),
     "prediction.published": ("published",),
+    "prediction.selective": ("WithPolicy", "half_of_squares", "policy_cost"),
     "prediction.sizes": (
         "fitting",
         "largest_micro_batch",

@@ -27,6 +27,8 @@ from labutils.memory.device_memory import without_expandable_segments as without
 from labutils.memory.ledger import gib as gib
 from labutils.memory.ledger import mib as mib
 from labutils.memory.measure import measure_step as measure_step
+from labutils.memory.snapshot_page import snapshot_kinds as snapshot_kinds
+from labutils.memory.snapshot_page import snapshot_page as snapshot_page
 from labutils.memory.tensors import flat_gradient as flat_gradient
 from labutils.memory.tensors import kept_by_kind as kept_by_kind
 from labutils.memory.tensors import saved_for_backward as saved_for_backward
@@ -44,6 +46,9 @@ from labutils.prediction.memory import needed_gib as needed_gib
 from labutils.prediction.memory import predict_memory as predict_memory
 from labutils.prediction.module import predict_module as predict_module
 from labutils.prediction.published import published as published
+from labutils.prediction.selective import WithPolicy as WithPolicy
+from labutils.prediction.selective import half_of_squares as half_of_squares
+from labutils.prediction.selective import policy_cost as policy_cost
 from labutils.prediction.sizes import fitting as fitting
 from labutils.prediction.sizes import largest_micro_batch as largest_micro_batch
 from labutils.prediction.sizes import longest_sequence as longest_sequence
@@ -61,8 +66,11 @@ from labutils.techniques.loss import count_targets as count_targets
 from labutils.techniques.loss import lm_loss_sum as lm_loss_sum
 from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
+from labutils.training import capstone as capstone
+from labutils.training import convergence as convergence
 from labutils.training import ladder as ladder
 from labutils.training import profiles as profiles
+from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table

@@ -124,7 +124,10 @@ def _shown(made: Guess) -> str:
 
 
 def scores() -> pd.DataFrame:
-    """Return a table: each guess, the prediction beside it, the result, and how near both came."""
+    """Return a table: each guess, the prediction beside it, the result, and how near both came.
+
+    Numbers have four significant digits. A field is empty where there is no number.
+    """
     rows = []
     for made in _guesses.values():
         is_right = made.is_right
@@ -132,16 +135,21 @@ def scores() -> pd.DataFrame:
             {
                 "what": made.what,
                 "your guess": _shown(made),
-                "predicted": made.predicted,
-                "measured": made.measured,
-                "guess / measured": _ratio(made.middle, made.measured),
-                "predicted / measured": _ratio(made.predicted, made.measured),
+                "predicted": _cell(made.predicted),
+                "measured": _cell(made.measured),
+                "guess / measured": _cell(_ratio(made.middle, made.measured)),
+                "predicted / measured": _cell(_ratio(made.predicted, made.measured)),
                 "right": "" if is_right is None else ("yes" if is_right else "no"),
                 "made": "" if not made else ("before" if made.was_early else "after the result"),
             }
         )
-    return pd.DataFrame(rows).set_index("what") if rows else pd.DataFrame()
+    # object: in a column of floats pandas would show the empty fields as NaN
+    return pd.DataFrame(rows, dtype=object).set_index("what") if rows else pd.DataFrame()
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:
     return None if a is None or not b else a / b
+
+
+def _cell(value: float | None) -> float | str:
+    return "" if value is None else float(f"{value:.4g}")

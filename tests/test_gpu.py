@@ -531,3 +531,13 @@ def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     ledger = lab.predict_time(lab.load_config("fp32", **SMALL), CUDA)
     assert ledger.step_ms > 0
     assert main(["predict", "fp32", "--device", "this"]) == 0
+
+
+def test_cublas_workspaces_are_given_back_on_request():
+    ones = torch.ones(64, 64, device=CUDA)
+    ones @ ones
+    del ones
+    lab.free_memory()
+    kept = torch.cuda.memory_allocated()
+    lab.free_memory(workspaces=True)
+    assert torch.cuda.memory_allocated() < kept

@@ -334,7 +334,7 @@ FAULTS = [
     Fault(
         "training.paired",
         "noise not asked",
-        "or abs(self.median) <= self.noise",
+        "or abs(self.median) <= (self.noise or 0.0)",
         "",
         "training/test_paired.py::test_what_identical_runs_differ_by_is_noise",
     ),

@@ -1,19 +1,45 @@
 """Check an exercise: "right", or which misconception the answer shows.
 
-There is one module per notebook. To add an exercise, write it in that module with `@exercise`, call
-it in the notebook as `lab.checks.NAME(...)`, and add its answers to `tests/solutions/`.
+There is one module per notebook that has exercises, and a second one for the code of notebook 03.
+To add an exercise, write it in that module with `@exercise`, call it in the notebook as
+`lab.checks.NAME(...)`, and add its answers to `tests/solutions/`.
 """
 
 from __future__ import annotations
 
-from labutils.checks import accumulation, checkpointing, mixed_precision, profiling
+from collections.abc import Callable
+
+from labutils.checks import (
+    accumulation,
+    capstone,
+    checkpoint_code,
+    checkpointing,
+    mixed_precision,
+    profiling,
+    scaler,
+    speed,
+)
 from labutils.checks.core import collect_verdicts, exercises_in
 from labutils.checks.quiz import self_test
 
 __all__ = ["EXERCISES", "collect_verdicts", "hint", "self_test"]
 
-NOTEBOOKS = (mixed_precision, accumulation, checkpointing, profiling)
-EXERCISES = {name: check for module in NOTEBOOKS for name, check in exercises_in(module).items()}
+NOTEBOOKS = (
+    mixed_precision,
+    accumulation,
+    checkpointing,
+    checkpoint_code,
+    profiling,
+    capstone,
+    scaler,
+    speed,
+)
+EXERCISES: dict[str, Callable[..., None]] = {}
+for module in NOTEBOOKS:
+    found = exercises_in(module)
+    if twice := EXERCISES.keys() & found.keys():
+        raise ImportError(f"two notebooks have an exercise of this name: {', '.join(twice)}")
+    EXERCISES |= found
 globals().update(EXERCISES)
 
 

@@ -1,12 +1,12 @@
-"""Exercises of notebook 02: one FP16 window, an epoch, the memory floor, Adam's beta2."""
+"""Exercises of notebook 02 and of further/accumulation, in their order.
+
+Mend a window, break an epoch, predict a peak, design a control, find a bug; Adam's beta2.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
-from labutils.checks.core import exercise
-from labutils.checks.epoch_trials import Epoch, try_epoch
+from labutils.checks.core import Right, exercise
+from labutils.checks.epoch_trials import JUDGES, Epoch, judge_epoch
 from labutils.checks.window_trials import AmpWindow, try_window
 
 
@@ -33,76 +33,156 @@ def amp_window(step: AmpWindow | None) -> str | None:
 
 @exercise(
     hints=(
-        "Write down after which micro-batches the optimizer steps, for 7 micro-batches and "
-        "windows of 3.",
-        "Each row of a window must get the same weight. How many rows are there, and when do you "
-        "know it?",
-        "Collect a window first, whatever its length, then go through it. The loss to report is "
-        "that of the window.",
+        "Run the check on the unchanged loop first. Which judge can see a difference between two "
+        "micro-batches of one window?",
+        "Bug 4 of section 2 gives the right gradient at equal lengths. Where in the loop would it "
+        "stand?",
+        "Each row has the same weight in the right loop. Give each micro-batch the same weight "
+        "instead, also in the short last window.",
     )
 )
-def accumulation_epoch(epoch: Epoch | None) -> str | None:
-    """Check an epoch with accumulation, which returns one loss per optimizer step.
+def break_one(judge: str, epoch: Epoch | None) -> str | None:
+    """Check that a broken epoch fails exactly one judge of `JUDGES`, the named one.
 
     The function is `epoch(model, batches, optimizer, grad_accum_steps, max_grad_norm)`. `batches`
-    is a list of (x, y) with unequal numbers of rows. Step and loss are those of the mean squared
-    error over all rows of a window. It is run on 7 micro-batches in windows of 3, also with
-    clipping.
+    is a list of (x, y). It returns one loss per optimizer step. It is run on 7 micro-batches in
+    windows of 3, with equal and with unequal numbers of rows, also with clipping.
     """
-    return try_epoch(epoch)
+    if judge not in JUDGES:
+        return f"there is no judge {judge!r}; there are: {', '.join(JUDGES)}."
+    found = judge_epoch(epoch)
+    failed = {name: problem for name, problem in found.items() if problem}
+    if failed.keys() == {judge}:
+        return None
+    if not failed:
+        return "no judge finds anything wrong: this loop is still right."
+    others = "; ".join(f"{name}: {why}" for name, why in failed.items() if name != judge)
+    if judge in failed:
+        return f"{judge} fails, but it is not alone. {others}"
+    if judge not in found:
+        return f"{judge} could not be judged. {others}"
+    return f"{judge} still passes. What fails is {others}"
+
+
+WIDEST, NARROW, NARROWEST = 1.25, 1.12, 1.05  # high / low of a range for 1, 2 and 3 points
 
 
 @exercise(
     hints=(
-        "Accumulation shrinks what grows with the batch. List what does not.",
-        "Section 3 shows the categories at the peak. Which of them are alive between two "
-        "micro-batches?",
-        "Bytes per parameter, times parameters, and a GiB is 2³⁰ bytes.",
+        "Section 3 shows the categories at the peak. Which of them belong to one micro-batch, and "
+        "which to the window?",
+        "Start from the peak of one micro-batch of 16. What does the second one find in memory "
+        "that the first did not?",
+        "The printed lines from 1 × 2 to 2 × 2 show how many MiB that is. A range of a few per "
+        "cent around your sum is enough.",
     )
 )
-def floor_gib(n_params: float, answer: float | None) -> str | None:
-    """Check the GiB that float32 training with AdamW needs, however small the micro-batch.
+def peak_range(
+    measured_mib: float, single_mib: float, answer: tuple[float, float] | None
+) -> str | None:
+    """Check a range for the peak of two micro-batches, in MiB.
 
-    The model has `n_params` parameters.
+    `single_mib` is the peak of one of them alone. A narrower range gets more points.
     """
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)) or not 0 < answer < 1e6:
-        return "the answer is a number of GiB, greater than 0."
-    kept_bytes = _adamw_bytes_per_parameter()
-    weights, gradients, *_ = (n_bytes * n_params / 2**30 for n_bytes in kept_bytes)
-    right = sum(kept_bytes) * n_params / 2**30
-
-    def near(gib: float) -> bool:
-        return abs(answer / gib - 1) < 0.02
-
-    if near(right):
-        return None
-    if near(right * 2**30 / 1e9):
-        return "right in GB (10⁹ bytes); a GiB is 2³⁰ bytes."
-    if near(right - gradients):
+    try:
+        low, high = answer
+        is_range = 0 < low < high < 1e9
+    except (TypeError, ValueError):
+        is_range = False
+    if not is_range:
+        return "the answer is a pair of MiB: (low, high), with low below high."
+    if high > WIDEST * low:
+        return f"too wide to say much: high must be at most {WIDEST} × low."
+    if low <= measured_mib <= high:
+        points = 3 if high <= NARROWEST * low else 2 if high <= NARROW * low else 1
+        return Right(f"The range is {100 * (high / low - 1):.0f} % wide: {points} of 3 points.")
+    if low <= single_mib <= high:
         return (
-            "the gradients are missing. They are what accumulates, so they stay alive between "
-            "micro-batches."
+            "that is one micro-batch alone. What stays alive between the first and the second one?"
         )
-    if near(weights) or near(2 * weights):
-        return "weights, or weights and gradients, are not all: what does AdamW remember?"
-    if answer < right:
-        return (
-            "too low. Which of weights, gradients and moments would a smaller micro-batch shrink?"
-        )
-    return (
-        "too high: with a micro-batch small enough, what grows with the batch is next to nothing."
+    if low > measured_mib:
+        return "too high: the activations of the first micro-batch are freed before the second."
+    return "too low: with two micro-batches no category is smaller than with one of them alone."
+
+
+KEYS = {"n", "m", "rate", "tokens", "seeds"}
+
+
+@exercise(
+    hints=(
+        "List what differs between the two runs of the cell. How many of these could cause a "
+        "higher loss?",
+        "The claim is about n alone. What must both runs then have in common, as numbers of "
+        "sequences?",
+        "Five pairs that share seeds can be compared. Which run without accumulation has as many "
+        "sequences per step as 4 × 8?",
     )
+)
+def accumulation_control(answer: tuple[dict, dict] | None) -> str | None:
+    """Check two runs that show whether accumulation itself changes what a model learns.
+
+    A run is {"n", "m", "rate", "tokens", "seeds"}: a window of n micro-batches with m sequences.
+    """
+    try:
+        runs = list(answer)
+        complete = len(runs) == 2 and all(run.keys() == KEYS for run in runs)
+    except (TypeError, AttributeError):
+        complete = False
+    if not complete:
+        return f"the answer is two runs, each with the keys {', '.join(sorted(KEYS))}."
+    one, other = runs
+    if one["n"] == other["n"]:
+        return "both runs accumulate equally, so they cannot show what accumulation does."
+    if one["n"] * one["m"] != other["n"] * other["m"]:
+        return (
+            "their batches differ, so the size of the batch could be the cause. Accumulation "
+            "divides a batch into parts, and keeps its size."
+        )
+    if 1 not in (one["n"], other["n"]):
+        return "both runs accumulate. The control is the run that does not."
+    if one["rate"] != other["rate"]:
+        return "their rates differ, so the rate could be the cause. Equal batches need no rule."
+    if one["tokens"] != other["tokens"]:
+        return "they see unequal numbers of tokens: the longer run has learned from more text."
+    seeds = [list(run["seeds"]) for run in runs]
+    if seeds[0] != seeds[1]:
+        return "their seeds differ, so weights and order of the text differ: these are no pairs."
+    if len(set(seeds[0])) < 5:
+        return "too few seeds: with fewer than five pairs, equal signs come by chance too often."
+    return None
 
 
-def _adamw_bytes_per_parameter() -> list[int]:
-    """Return the bytes of a weight, its gradient and its two moments after a real step."""
-    layer = nn.Linear(2, 2, bias=False)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    state = optimizer.state[layer.weight]
-    kept = (layer.weight, layer.weight.grad, state["exp_avg"], state["exp_avg_sq"])
-    return [tensor.element_size() for tensor in kept]
+LATE_LINE = 9  # of `suspect` in notebook 02
+INNOCENT = {
+    1: "a count that begins at 0 is right: the first window has number 0.",
+    2: "this takes what is left, so a shorter last window is stepped as well.",
+    3: "here the error shows, but this line is right: the rate is set once per window. Which line "
+    "makes its argument wrong?",
+    4: "the targets of the whole window are counted before the first backward pass: that is right.",
+    5: "an ordinary loop over the micro-batches of one window.",
+    6: "a sum, divided by the targets of the window: that is right at unequal lengths, too.",
+    7: "each micro-batch adds its gradient to .grad: that is right.",
+    8: "the loss of the window is the sum of its parts, and .item() keeps no graph.",
+    10: "clipping stands after the last backward pass of the window, so it limits the whole sum.",
+    11: "one optimizer step per window: that is right.",
+    12: "clearing after the step is right. In the inner loop it would erase the sum.",
+    13: "one loss per optimizer step: that is right.",
+}
+
+
+@exercise(
+    hints=(
+        "Say for each line whether it runs once per micro-batch or once per window.",
+        "No judge of section 2 sees this bug, because every gradient is right. What else decides "
+        "the size of a step?",
+        "Which number is the schedule asked for in the second window, and which one should it be?",
+    )
+)
+def find_bug(line: int | None) -> str | None:
+    """Check the number of the line in which notebook 02's function `suspect` is wrong."""
+    if isinstance(line, bool) or not isinstance(line, int) or line not in {*INNOCENT, LATE_LINE}:
+        return f"the answer is a line number from 1 to {max(INNOCENT)}."
+    return None if line == LATE_LINE else f"line {line}: {INNOCENT[line]}"
 
 
 @exercise(

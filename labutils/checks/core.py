@@ -1,7 +1,8 @@
 """What every exercise shares: the decorator, its verdict, and who hears of it.
 
 An exercise is a function that judges an answer, its last argument. It returns the misconception
-that the answer shows, or None if the answer is right. Hints come in steps; no answer is printed.
+that the answer shows, or None (or a remark, `Right`) if the answer is right. Hints come in steps;
+no answer is printed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from typing import ParamSpec
 Parameters = ParamSpec("Parameters")
 
 
+class Right(str):
+    """What a judge returns for a right answer about which there is something to say."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of one answer: open, right (`problem` is None), or not yet right."""
@@ -25,11 +30,14 @@ class Verdict:
     exercise: str
     is_open: bool
     problem: str | None = None
+    remark: str = ""
 
     def __str__(self) -> str:
         if self.is_open:
             return "Open: replace None by your answer and run the cell again."
-        return "Right." if self.problem is None else f"Not yet: {self.problem}"
+        if self.problem is None:
+            return f"Right. {self.remark}".strip()
+        return f"Not yet: {self.problem}"
 
 
 # The list that collects verdicts; None, as in a notebook, prints them instead.
@@ -66,10 +74,12 @@ def exercise(
         def check(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:
             given = signature.bind(*arguments, **named)
             *_, answer = given.arguments.values()
-            problem = None
+            found = None
             if answer is not None:
-                problem = _problem(functools.partial(judge, *given.args))
-            _tell(Verdict(judge.__name__, answer is None, problem))
+                found = _problem(functools.partial(judge, *given.args))
+            is_right = found is None or isinstance(found, Right)
+            problem, remark = (None, found or "") if is_right else (found, "")
+            _tell(Verdict(judge.__name__, answer is None, problem, remark))
 
         check.__signature__ = signature.replace(return_annotation=None)
         check.hints = tuple(hints)

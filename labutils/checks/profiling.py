@@ -1,8 +1,9 @@
-"""Exercises of notebook 04: what nvidia-smi shows, which line leaks, the largest batch."""
+"""Exercises of notebook 04: nvidia-smi, which line leaks, a leak to repair, the largest batch."""
 
 from __future__ import annotations
 
 from labutils.checks.core import exercise
+from labutils.checks.leak_trials import Training, try_training
 
 
 @exercise(
@@ -65,6 +66,26 @@ def leak(answer: str | None) -> str | None:
     }
     name = str(answer).strip("() ")
     return problems.get(name, "the answer is the name of one of the three functions.")
+
+
+@exercise(
+    hints=(
+        "List all that is still referenced when a step is over: three lists. What do they hold?",
+        "A tensor with a graph keeps what its graph keeps. Which of the three losses and outputs "
+        "never goes backward?",
+        "A Python number keeps nothing. Where can a number take the place of a tensor? And who "
+        "takes the hook away?",
+    )
+)
+def repair(training: Training | None) -> str | None:
+    """Check that a training loop no longer leaks.
+
+    The function is `training(model, batches, held_out, optimizer)`, with batches of (x, y). It
+    returns the loss of each step, the held-out loss after each step, and the largest output of
+    `model[0]`. It is run on a small network. The bytes alive after each optimizer step must not
+    rise, and the results must be those of the leaking loop.
+    """
+    return try_training(training)
 
 
 @exercise(

@@ -112,18 +112,117 @@ MIXED_PRECISION: tuple[Statement, ...] = (
     ),
 )
 
-QUIZZES = {"01": MIXED_PRECISION, "04": PROFILING}
+ACCUMULATION: tuple[Statement, ...] = (
+    (
+        "A window's gradient is right only if its number of targets is known before the step.",
+        True,
+        "each summed loss is divided by that number, or the sum of gradients is, later",
+    ),
+    (
+        "A test with packed sequences finds the mean of means.",
+        False,
+        "at equal lengths it gives the right gradient",
+    ),
+    (
+        "An error that float64 does not shrink is not rounding.",
+        True,
+        "rounding shrinks with eps; dropout and batch norm do not",
+    ),
+    (
+        "Accumulation lets 10⁹ float32 parameters train with AdamW in 8 GiB.",
+        False,
+        "weights, gradients and moments alone are more, at any micro-batch size",
+    ),
+    (
+        "Against the same micro-batch, a second micro-batch can raise the peak.",
+        True,
+        "the first one's gradients are alive during its backward pass",
+    ),
+    (
+        "A difference of two timings counts if it is larger than 5 %.",
+        False,
+        "it counts if it is larger than what two identical variants differ by",
+    ),
+    (
+        "Loss against optimizer steps is a fair comparison of two batch sizes.",
+        False,
+        "a larger batch has then seen more text: compare at equal tokens",
+    ),
+    (
+        "If 4 × 8 learns worse than 1 × 8 at one rate, accumulation has harmed the learning.",
+        False,
+        "the batch has changed as well: the control is 1 × 32",
+    ),
+    (
+        "unscale_ and clipping run once per window, after its last backward pass.",
+        True,
+        "before it, .grad holds a part of the sum",
+    ),
+    (
+        "A schedule that counts micro-batches changes no gradient, so it is harmless.",
+        False,
+        "the rate then ends its schedule n times too early",
+    ),
+)
+
+CHECKPOINTING: tuple[Statement, ...] = (
+    (
+        "Checkpointing changes the gradient a little, so the loss curve differs.",
+        False,
+        "section 2: with the random state kept, the second run computes the same numbers",
+    ),
+    (
+        "A checkpoint for each block halves the peak, whatever the batch.",
+        False,
+        "section 5: for one short sequence the peak stays, because activations do not make it",
+    ),
+    (
+        "With a checkpoint per block a step runs about four thirds of the FLOPs, or less.",
+        True,
+        "section 4: forward, forward again, and a backward pass of two forward passes",
+    ),
+    (
+        "√L segments are best for GPT-2 in float32, as for any network of L layers.",
+        False,
+        "section 3: √(r L) is best, and r is about 16 for such a block",
+    ),
+    (
+        "If the loss looks right, no random state was forgotten.",
+        False,
+        "section 2: the forward pass is unchanged; only the gradient is wrong",
+    ),
+    (
+        "A BatchNorm inside a checkpointed segment updates its statistics twice in a step.",
+        True,
+        "section 5: it runs twice, and nothing takes the second update back",
+    ),
+    (
+        "Under eval() Hugging Face's switch saves as much as under train().",
+        False,
+        "section 5: it is silently off",
+    ),
+    (
+        "A card of twice the memory holds at least twice as many sequences.",
+        True,
+        "section 6: weights, gradients and optimizer state need their memory only once",
+    ),
+)
+QUIZZES = {
+    "mixed_precision": MIXED_PRECISION,
+    "accumulation": ACCUMULATION,
+    "checkpointing": CHECKPOINTING,
+    "profiling": PROFILING,
+}
 
 
-def self_test(answers: Sequence[bool | None], notebook: str = "04") -> None:
-    """Print the statements of a notebook's quiz, and for each answer whether it is right, and why.
+def self_test(answers: Sequence[bool | None], quiz: str) -> None:
+    """Print the statements of a quiz, and for each answer whether it is right, and why.
 
-    An answer of None is open: its reason is not printed. Raises ValueError for a notebook without
-    a quiz.
+    An answer of None is open: its reason is not printed. Raises ValueError for an unknown quiz.
     """
-    if notebook not in QUIZZES:
-        raise ValueError(f"there is no quiz of notebook {notebook!r}; there are {list(QUIZZES)}")
-    statements = QUIZZES[notebook]
+    if quiz not in QUIZZES:
+        raise ValueError(f"there is no quiz {quiz!r}; there are: {', '.join(QUIZZES)}")
+    statements = QUIZZES[quiz]
     if len(answers) != len(statements):
         print(f"There are {len(statements)} statements; the list has {len(answers)} entries.")
         return

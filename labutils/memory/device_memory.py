@@ -30,10 +30,11 @@ def _libc() -> ctypes.CDLL | None:
         return None
 
 
-def free_memory() -> None:
+def free_memory(*, workspaces: bool = False) -> None:
     """Give back what nothing needs any more, and reset peak statistics.
 
-    The last error's frames are cleared, garbage is collected, cached blocks are returned. (So
+    `workspaces` gives back cuBLAS's as well; they are made anew when they are needed. The last
+    error's frames are cleared, garbage is collected, cached blocks are returned. (So
     `%debug` finds no variables after this.) On a CPU glibc gives back what it can.
     """
     # An error's traceback keeps the variables of every function it has passed, tensors among them;
@@ -43,6 +44,8 @@ def free_memory() -> None:
     if libc := _libc():
         libc.malloc_trim(0)
     if torch.cuda.is_available():
+        if workspaces:  # each can keep a large segment from going back
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         # last: before the garbage is collected the new peak would start with it
         torch.cuda.reset_peak_memory_stats()
@@ -164,7 +167,7 @@ def cuda_memory(device: torch.device) -> dict[str, int]:
 
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes of all tensors alive on a device: CUDA's statistics, or on a CPU its
-    floating-point tensors.
+    floating-point tensors, the `.grad` of each among them.
 
     On a CPU those that only autograd holds are not found.
     """
@@ -172,7 +175,9 @@ def allocated_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     gc.collect()
     # no compiler's fakes
-    plain = (o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter))
+    plain = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+    # Python may never have looked at a gradient: then the collector does not know it
+    plain += [leaf.grad for leaf in plain if leaf.is_leaf and leaf.grad is not None]
     return tensor_bytes(
         [tensor for tensor in plain if tensor.is_floating_point() and tensor.device.type == "cpu"]
     )

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labutils.files import write_atomically
+from labutils.memory import allocator_history
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PYTHON = sysconfig.get_path("stdlib") + os.sep
@@ -113,8 +114,7 @@ def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
     try:
         if raw[:1] == b"{":
             return _from_json(raw)
-        with Path(path).open("rb") as file:
-            lines, events = _read_traces(_PlainUnpickler(file).load(), device_index)
+        lines, events = _read_traces(allocator_history.read(path), device_index)
         return Snapshot("CUDA allocator history", events, lines)
     except UNREADABLE as error:
         raise ValueError(
@@ -134,13 +134,6 @@ def _from_json(raw: bytes) -> Snapshot:
     return Snapshot(str(facts["method"]), events, lines)
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, numbers and text; resolves no class and no function."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}; a snapshot is plain data")
-
-
 def _read_traces(
     raw: dict[str, Any], device_index: int
 ) -> tuple[list[str], list[tuple[int, int, int]]]:
@@ -155,6 +148,8 @@ def _read_traces(
         address, n_bytes = entry["addr"], entry["size"]
         if entry["action"] == "alloc":
             frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", [])]
+            # the others are C++
+            frames = [frame for frame in frames if frame[0].endswith((".py", ">"))]
             line = lines.setdefault(_own_line(frames), len(lines))
             alive[address] = n_bytes, line
             events.append((address, n_bytes, line))
@@ -178,11 +173,14 @@ def _own_line(frames: list[tuple[str, int, str]]) -> str:
 def _is_own(file: str) -> bool:
     if file.startswith(PYTHON) and not file.startswith(PACKAGES):
         return False
-    return not file.startswith((TORCH, "<frozen", "<string>"))
+    if "/site-packages/torch/" in file.replace(os.sep, "/"):  # of another machine
+        return False
+    return not file.startswith((TORCH, "torch/", "<frozen", "<string>"))
 
 
 def _described(file: str, line: int, function: str) -> str:
-    source = linecache.getline(file, line).strip()
+    is_here = file.startswith("<") or Path(file).is_absolute()  # else of another machine
+    source = linecache.getline(file, line).strip() if is_here else ""
     place = "cell" if function == "<module>" else function
     if source:
         return f"{place}: {source[:60]}"

@@ -5,12 +5,12 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 
 from __future__ import annotations
 
-from labutils.plotting.checkpointing import kept_along, mark_guess, pareto, pareto_front
+from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto, pareto_front
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.ladder import guess_line, ladder
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
-from labutils.plotting.numbers import bars_beside, curves, heat_map, rates, reconcile, steps
+from labutils.plotting.numbers import bands, bars_beside, curves, heat_map, rates, reconcile, steps
 from labutils.plotting.predicted_time import predicted_times
 from labutils.plotting.runs import (
     four_panels,
@@ -49,6 +49,7 @@ __all__ = [
     "STYLES",
     "VERMILION",
     "YELLOW",
+    "bands",
     "bars_beside",
     "bit_layout",
     "curves",
@@ -56,7 +57,7 @@ __all__ = [
     "gradient_histogram",
     "guess_line",
     "heat_map",
-    "kept_along",
+    "kept_in_block",
     "ladder",
     "loss_scale",
     "losses",

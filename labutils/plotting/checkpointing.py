@@ -1,44 +1,91 @@
-"""What a block keeps, along its computation; and policies in the plane of memory and time."""
+"""A block with what it keeps; and policies in the plane of memory and time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from labutils.plotting.style import BLACK, BLUE, COLORS, MARKERS, ORANGE, PURPLE, new_axis
+from labutils.plotting.style import BLACK, COLORS, MARKERS, ORANGE, PURPLE, SKY, new_axis
+
+HALVES = (  # the operations of a block, each after the tensor that it reads
+    ("norm 1", "linear", "attention", "linear"),
+    ("norm 2", "linear", "GELU", "linear"),
+)
+SQUARE, PITCH, ROW = 0.34, 2.6, 2.9
 
 
-def kept_along(kept: Mapping[str, float], ax: Axes | None = None) -> Axes:
-    """Draw {tensor: how many numbers of it are kept} as columns, in the order of computation.
+def kept_in_block(kept: Mapping[str, int], ax: Axes | None = None) -> Axes:
+    """Draw a block of GPT-2 and, as squares, the numbers that it keeps for each of its input's.
 
-    The first one is the block's input, which a checkpoint keeps; it has a colour of its own.
+    `kept` names the eight tensors that its operations read, in order, with their squares. The first
+    is the input: a checkpoint keeps it, so it has a colour of its own. Raises ValueError if there
+    are not eight.
     """
-    ax = new_axis(ax, 9, 3.4)
-    labels = [name.replace(" ", "\n", 1) for name in kept]
-    colors = [ORANGE] + [BLUE] * (len(kept) - 1)
-    bars = ax.bar(range(len(kept)), list(kept.values()), color=colors, edgecolor=BLACK)
-    ax.bar_label(bars, fmt="%g", padding=3)
-    ax.set_xticks(range(len(kept)), labels, fontsize="small")
-    ax.margins(y=0.15)
-    ax.set_xlabel("tensors of one block, in the order in which they are computed")
-    ax.set_ylabel("numbers kept for each\nnumber of the input")
+    if len(kept) != 8:
+        raise ValueError(f"a block's operations read 8 large tensors, not {len(kept)}")
+    ax = new_axis(ax, 9.5, 5)
+    tensors = list(kept.items())
+    for half, operations in enumerate(HALVES):
+        middle = -half * ROW
+        for i, operation in enumerate(operations):
+            name, n = tensors[4 * half + i]
+            is_input = half == i == 0
+            _draw_tensor(ax, i * PITCH, middle, name, n, ORANGE if is_input else SKY)
+            _draw_operation(ax, i * PITCH + 1.35, middle, operation)
+        _draw_sum(ax, 4 * PITCH, middle)
+    ax.set_xlim(-0.9, 4 * PITCH + 0.6)
+    ax.set_ylim(-ROW - 1.35, 1.2)
+    ax.set_aspect("equal")
+    ax.axis("off")
     return ax
+
+
+def _draw_tensor(ax: Axes, x: float, y: float, name: str, n: int, color: str) -> None:
+    """Draw `n` squares over each other, from the line down, and the tensor's name below."""
+    for row in range(n):
+        corner = (x - SQUARE / 2, y - (row + 0.5) * SQUARE)
+        ax.add_patch(Rectangle(corner, SQUARE, SQUARE, facecolor=color, edgecolor=BLACK))
+    below = y - (n - 0.5) * SQUARE - 0.08
+    label = f"{n}: {name}".replace(" of ", "\nof ").replace(", ", ",\n")
+    ax.text(x, below, label, ha="center", va="top", fontsize=8.5)
+
+
+def _draw_operation(ax: Axes, x: float, y: float, name: str) -> None:
+    arrow = {"arrowstyle": "->", "color": BLACK}
+    ax.annotate("", (x - 0.62, y), (x - 1.15, y), arrowprops=arrow)
+    box = FancyBboxPatch((x - 0.5, y - 0.22), 1, 0.44, boxstyle="round,pad=0.08", facecolor="white")
+    ax.add_patch(box)
+    ax.text(x, y, name, ha="center", va="center", fontsize=9)
+    ax.annotate("", (x + 1.05, y), (x + 0.6, y), arrowprops=arrow)
+
+
+def _draw_sum(ax: Axes, x: float, y: float) -> None:
+    """Draw the sum at a half's end, and the way around from the half's input."""
+    ax.text(x + 0.1, y, "+", ha="center", va="center", fontsize=15)
+    above = y + 0.75
+    around = [(0, y + SQUARE / 2 + 0.03), (0, above), (x + 0.1, above)]
+    ax.plot([px for px, _ in around], [py for _, py in around], color=BLACK, lw=1)
+    arrow = {"arrowstyle": "->", "color": BLACK}
+    ax.annotate("", (x + 0.1, y + 0.2), (x + 0.1, above), arrowprops=arrow)
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]], tolerance: float = 0.05) -> list[str]:
     """Return the names of the points (memory, time) that no other point beats, in order.
 
-    A point is beaten by one that is smaller and no slower, or no larger and faster by more than
-    `tolerance`, a fraction: smaller differences of time are taken for noise.
+    Times that differ by at most `tolerance`, a fraction of the smaller one, count as equal: such a
+    difference may be noise. A point is beaten by one that is smaller and not slower, or equally
+    large and faster.
     """
     front = []
     for name, (memory, ms) in points.items():
         is_beaten = False
         for other_memory, other_ms in points.values():
-            smaller = other_memory < memory and other_ms <= ms
-            faster = other_memory <= memory and other_ms < (1 - tolerance) * ms
-            is_beaten = is_beaten or smaller or faster
+            not_slower = other_ms <= (1 + tolerance) * ms
+            faster = (1 + tolerance) * other_ms < ms
+            smaller = other_memory < memory and not_slower
+            is_beaten = is_beaten or smaller or (other_memory == memory and faster)
         if not is_beaten:
             front.append(name)
     return front

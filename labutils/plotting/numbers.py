@@ -37,7 +37,8 @@ def reconcile(
                 ys.append(y + shift)
         for x, y in zip(xs, ys, strict=True):
             text = f"{x:,.0f}{unit}" if x >= 1000 else f"{x:.3g}{unit}"
-            ax.annotate(text, (x, y), xytext=(9, -4), textcoords="offset points")
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the line at 1
+            ax.annotate(text, (x, y), xytext=(10, -4), textcoords="offset points", bbox=behind)
         if xs:
             ax.plot(xs, ys, MARKERS[i], color=COLORS[i], ms=9, label=kind)
     ax.axvline(1, color=BLACK, lw=0.8, ls=":")
@@ -96,6 +97,26 @@ def curves(
         ax.set_xticks(log2_ticks, [f"{tick:g}" for tick in log2_ticks])
     if lines:
         ax.legend(frameon=False)
+    return ax
+
+
+def bands(
+    lines: Mapping[str, Mapping[float, Sequence[float]]],
+    xlabel: str,
+    ylabel: str,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw {label: {x: values}} as lines of means, each in a band of ± the standard deviation."""
+    ax = new_axis(ax)
+    for i, (label, points) in enumerate(lines.items()):
+        values = np.array(list(points.values()), dtype=float)  # (points, seeds)
+        mean, spread = values.mean(1), values.std(1, ddof=1)
+        look = line_look(i % len(COLORS))
+        ax.plot(list(points), mean, **look, ms=5, label=label)
+        ax.fill_between(list(points), mean - spread, mean + spread, color=look["color"], alpha=0.2)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.legend(frameon=False)
     return ax
 
 

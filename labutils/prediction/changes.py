@@ -124,7 +124,7 @@ def _reason(config: Config, changes: dict[str, Any], key: str) -> str:
     if key == "precision":
         if PRECISIONS[changes[key]].weights != "float32":
             return "weights of 8 significant bits lose small updates: compare the losses"
-        return "products are rounded to 16 bits"
+        return "matrix multiplications in 16 bits"
     if key == "micro_batch_size":
         steps = config.model_copy(update=changes).grad_accum_steps
         return f"{steps} micro-batches, not {config.grad_accum_steps}"

@@ -10,7 +10,7 @@ same layer, in a backward pass those of its mirror image.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labutils.prediction.storage_log import BIRTH, DEATH, Event, Segment, Storage
 from labutils.prediction.trace import Trace
@@ -115,12 +115,12 @@ def _order(how: Alignment, copies: int) -> list[tuple[int, int]]:
 
 def _between(low: Storage | None, high: Storage, ratio: int) -> Storage:
     if low is None:
-        return Storage(high.n_bytes, high.category, high.made_by, high.rule, high.numbers)
+        return replace(high)
     numbers = tuple(a + ratio * (b - a) for a, b in zip(low.numbers, high.numbers, strict=True))
     n_bytes = (
         high.rule(*numbers) if high.rule else low.n_bytes + ratio * (high.n_bytes - low.n_bytes)
     )
-    return Storage(n_bytes, high.category, high.made_by, high.rule, numbers)
+    return replace(high, n_bytes=n_bytes, numbers=numbers)
 
 
 class _Makers:

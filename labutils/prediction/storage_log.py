@@ -33,10 +33,9 @@ aten = torch.ops.aten
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """One allocation: its size in bytes, what it is for, and the operation that made it.
+    """One allocation: its size in bytes, what it is for, the operation that made it, its dtype.
 
-    What a kernel borrows has a `rule` that computes the bytes from some `numbers` (see
-    `cuda_rules.borrowed`).
+    What a kernel borrows has no dtype, but a `rule` for its bytes (see `cuda_rules.borrowed`).
     """
 
     n_bytes: int
@@ -44,6 +43,7 @@ class Storage:
     made_by: str
     rule: Callable[..., int] | None = None
     numbers: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
 
 
 class Event(NamedTuple):
@@ -120,7 +120,7 @@ class StorageLog(TorchDispatchMode):
         key = storage._cdata
         if key in self.alive:
             return
-        entry = Storage(storage.nbytes(), category, operation)
+        entry = Storage(storage.nbytes(), category, operation, dtype=tensor.dtype)
 
         def end(_: weakref.ref) -> None:
             self.events.append(Event(DEATH, entry.made_by, entry))

@@ -191,6 +191,10 @@ def labs(options: argparse.Namespace) -> int:
     for path in chosen:
         if not execute(path, in_place=options.in_place):
             code = 1
+    if not options.notebook:
+        from labutils.exhibits.everything import save_all
+
+        print(f"wrote {save_all()}")
     return code
 
 

@@ -14,7 +14,9 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
+import symtable
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -83,20 +85,21 @@ def _parsed(cell: str) -> ast.AST:
 
 
 def _names(cell: str) -> tuple[set[str], set[str]]:
-    """Return (names that a cell defines or changes, names that it uses)."""
-    defines, uses = set(), set()
-    for node in ast.walk(_parsed(cell)):
-        if isinstance(node, ast.Name):
-            (uses if isinstance(node.ctx, ast.Load) else defines).add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defines.add(node.name)
-        elif isinstance(node, ast.alias):
-            defines.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-            inner = node.value
-            while isinstance(inner, (ast.Subscript, ast.Attribute)):
-                inner = inner.value
-            defines |= {inner.id} if isinstance(inner, ast.Name) else set()
+    """Return (names a cell defines or changes, names it uses), local names left out."""
+    tree, defines, uses = _parsed(cell), set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            defines.add(re.split(r"\W", ast.unparse(node))[0])  # c of c["x"] = 1
+    scopes = [symtable.symtable(cell, "cell", "exec")] if tree.body else []
+    while scopes:
+        scope = scopes.pop()
+        is_cell = scope.get_type() == "module"
+        for symbol in scope.get_symbols():
+            if is_cell and (symbol.is_assigned() or symbol.is_imported()):
+                defines.add(symbol.get_name())
+            if symbol.is_referenced() and (is_cell or symbol.is_global()):
+                uses.add(symbol.get_name())
+        scopes += scope.get_children()
     return defines, uses
 
 
@@ -113,9 +116,10 @@ def needed_cells(cells: Sequence[str], at: int) -> list[str]:
 
 def expected(cells: Sequence[str]) -> list[str]:
     """Return the exercises of the course's notebook that these cells share most with."""
-    have = set(_all_exercises(cells))
-    course = [_all_exercises(code_cells(path)) for path in sorted(REPO_DIR.glob("0*.ipynb"))]
-    return max(course, key=lambda names: len(have & set(names)))
+    have = _all_exercises(cells)
+    paths = [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
+    course = [_all_exercises(code_cells(path)) for path in paths]
+    return max(course, key=lambda names: len(set(have) & set(names)))
 
 
 def _all_exercises(cells: Sequence[str]) -> list[str]:
@@ -145,8 +149,7 @@ def _score(cells: Sequence[str], exercise: str) -> tuple[str, str]:
     twice = f"called in {len(places)} cells; the last counts" if len(places) > 1 else ""
     if verdicts[-1].is_open:
         return "open", twice
-    problem = verdicts[-1].problem
-    return ("wrong", problem) if problem else ("right", twice)
+    return ("wrong", verdicts[-1].problem) if verdicts[-1].problem else ("right", twice)
 
 
 def _why_missing(cells: Sequence[str], exercise: str) -> str:

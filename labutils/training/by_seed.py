@@ -37,7 +37,7 @@ def _row(runs: list[RunRecord]) -> dict[str, object]:
     return {
         "window": f"{n_micro_batches} × {micro_batch_size}",
         "optimizer steps": len(last.series.loss),
-        "rate": f"{last.config['learning_rate']:g}",
+        "rate": f"{last.config['learning_rate']:.3g}",
         "seeds": len(runs),
         "tokens/s": _mean_and_spread(speeds, 0),
         "peak, MiB": _mean_and_spread(peaks, 1),

@@ -67,7 +67,7 @@ def plan(
     kept: dict[str, Any] = {}
     above = None
     for position, (name, change) in enumerate(changes.items()):
-        is_here, is_slow, note = _possible(change, device)
+        is_here, is_slow, note = possible(change, device)
         together = {**start, **kept, **change, "name": f"ladder_{position}"}
         if is_slow:
             together |= {"steps": SLOW_STEPS, "lr_warmup_steps": 1}
@@ -78,8 +78,8 @@ def plan(
     return rows
 
 
-def _possible(change: Mapping[str, Any], device: torch.device | None) -> tuple[bool, bool, str]:
-    """Return (can it run, is it emulated, why)."""
+def possible(change: Mapping[str, Any], device: torch.device | None) -> tuple[bool, bool, str]:
+    """Return (can the device run a change, does it emulate the precision, why)."""
     if device is None:
         return True, False, ""
     is_compiled = COMPILE_MODES[change.get("compile", "off")].is_on

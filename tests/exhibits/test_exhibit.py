@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import nbformat
 import pytest
+from nbconvert import HTMLExporter
 
 import labutils as lab
+from labutils.exhibits.everything import save_all
 from labutils.exhibits.exhibit import FOLDER
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.html"))
@@ -50,3 +53,24 @@ def test_two_of_a_kind_live_on_one_page(exhibit, browser, tmp_path):
     path.write_text(page("Two", [exhibit, exhibit]), encoding="utf-8")
     browser.get(path.as_uri())
     assert len(browser.find_elements("css selector", "[data-exhibit][data-live]")) == 2
+
+
+def test_one_page_has_all_of_them(show, browser, tmp_path):
+    path = save_all(tmp_path / "exhibits.html")
+    browser.get(path.as_uri())
+    live = browser.find_elements("css selector", "[data-exhibit][data-live]")
+    assert sorted(root.get_attribute("data-exhibit") for root in live) == NAMES
+    titles = [title.text for title in browser.find_elements("css selector", "h2")]
+    assert len(set(titles)) == len(NAMES)
+
+
+def test_it_runs_in_an_exported_notebook(exhibit, browser, tmp_path):
+    data = exhibit._repr_mimebundle_()
+    cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", data)])
+    html, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+    # MathJax and require.js come from a network: not the exhibit's matter
+    html = re.sub(r'<script[^>]* src="https:[^>]*>', "<script>", html)
+    path = tmp_path / "notebook.html"
+    path.write_text(html, encoding="utf-8")
+    browser.get(path.as_uri())
+    assert browser.find_elements("css selector", "[data-exhibit][data-live]")

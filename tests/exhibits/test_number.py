@@ -7,7 +7,7 @@ import torch
 from selenium.webdriver.common.keys import Keys
 
 import labutils as lab
-from labutils.exhibits.play import NUMBER_FORMATS
+from labutils.exhibits.number_data import NUMBER_FORMATS
 
 FORMATS = {one.name: one for one in NUMBER_FORMATS}
 # The script's own functions, on many values at once.

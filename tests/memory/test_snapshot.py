@@ -152,6 +152,13 @@ def test_after_an_error_in_a_cell_the_tensors_of_its_frames_are_free():
     assert lab.allocated_bytes(CPU) == before
 
 
+def test_gradients_count_as_allocated_although_nothing_looked_at_them():
+    layer = torch.nn.Linear(1000, 500, bias=False)
+    before = lab.allocated_bytes(CPU)
+    layer(torch.ones(1, 1000)).sum().backward()
+    assert lab.allocated_bytes(CPU) == before + 4 * 1000 * 500
+
+
 def test_peak_allocated_counts_what_was_there_and_the_highest_rise():
     standing = torch.zeros(50_000)
     before = lab.allocated_bytes(CPU)
@@ -194,3 +201,16 @@ def test_a_line_typed_at_a_prompt_counts_as_ones_own():
         ("<ipython-input-1-ab>", 7, "f"),
     ]
     assert snapshot._own_line(frames).startswith("f")
+
+
+def test_frames_of_c_and_of_another_machines_torch_are_no_lines_of_ones_own(tmp_path):
+    """`_dump_snapshot` notes C++ and the interpreter as well, unless it is told not to."""
+    frames = [
+        {"filename": "??", "line": 0, "name": "torch::unwind::unwind()"},
+        {"filename": "Objects/call.c", "line": 542, "name": "cfunction_call"},
+        {"filename": "/other/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "x"},
+        {"filename": "train.py", "line": 7, "name": "own"},
+    ]
+    trace = [{"action": "alloc", "addr": 1, "size": 512, "frames": frames}]
+    (tmp_path / "s.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
+    assert list(snapshot.load(tmp_path / "s.pickle").at_end()) == ["own, line 7"]

@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from matplotlib.patches import Rectangle
 
 import labutils as lab
 from labutils import plotting
@@ -51,6 +52,9 @@ DRAWINGS = {
     "curves": lambda ax: plotting.curves(
         {"measured": {1: 2.0, 4: None, 8: 1.0}}, "batch", "ms", ax, (1, 4, 8)
     ),
+    "bands": lambda ax: plotting.bands(
+        {"16": {1: [1.0, 3.0], 2: [2.0, 2.5]}}, "tokens", "nats", ax
+    ),
     "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
     "bars_beside": lambda ax: plotting.bars_beside(
         {"kept": {"block": 2.0, "head": 1.0}, "parameters": {"block": 1.0}},
@@ -61,6 +65,14 @@ DRAWINGS = {
     ),
     "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
 }
+
+
+def test_a_band_is_the_mean_with_the_spread_of_the_seeds():
+    ax = plotting.bands({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "tokens", "nats")
+    assert list(ax.lines[0].get_ydata()) == [2.0, 2.0]
+    box = ax.collections[0].get_paths()[0].get_extents()
+    assert (box.y0, box.y1) == pytest.approx((2 - 2**0.5, 2 + 2**0.5))
+    plt.close("all")
 
 
 def words(texts) -> list[str]:
@@ -213,6 +225,9 @@ def test_points_that_others_beat_are_not_on_the_front():
     points = {"small": (1.0, 9.0), "fast": (3.0, 2.0), "beaten": (3.5, 2.5), "noise": (3.0, 2.05)}
     assert plotting.pareto_front(points) == ["small", "fast", "noise"]
     assert plotting.pareto_front(points, tolerance=0.0) == ["small", "fast"]
+    close = {"small": (1.0, 9.0), "larger": (2.0, 8.8), "larger and faster": (3.0, 8.0)}
+    assert plotting.pareto_front(close) == ["small", "larger and faster"]
+    assert plotting.pareto_front(close, tolerance=0.0) == list(close)
     ax = plotting.pareto(points)
     assert words(ax.get_legend().get_texts()) == [*points, "Pareto front"]
     plt.close("all")
@@ -234,9 +249,16 @@ def test_a_guess_is_marked_only_if_there_is_one():
     plt.close("all")
 
 
-def test_a_block_has_a_column_for_each_tensor():
-    ax = plotting.kept_along({"input of norm 1": 1, "input of GELU": 4})
-    assert [patch.get_height() for patch in ax.patches] == [1, 4]
+def test_a_block_is_drawn_with_a_square_for_each_number_kept():
+    kept = dict.fromkeys("abcdef", 1) | {"input of GELU": 4, "output of GELU": 4}
+    ax = plotting.kept_in_block(kept)
+    squares = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+    assert len(squares) == sum(kept.values())
+    assert len({square.get_facecolor() for square in squares[1:]}) == 1
+    assert squares[0].get_facecolor() != squares[1].get_facecolor()
+    assert {"4: input\nof GELU", "GELU", "attention", "+"} <= set(words(ax.texts))
+    with pytest.raises(ValueError, match="not 2"):
+        plotting.kept_in_block({"a": 1, "b": 1})
     plt.close("all")
 
 
@@ -251,3 +273,9 @@ def test_losses_by_seed_show_the_mean_and_the_difference_from_the_same_seed():
     assert (band.y0, band.y1) == pytest.approx((0.1, 0.3))
     assert list(right.lines[0].get_ydata()) == [0.0, 0.0]
     assert right.get_ylabel() == "loss minus fp32, same seed"
+
+
+def test_numbers_of_a_reconciliation_hide_the_line_behind_them():
+    ax = plotting.reconcile({"peak": {"predicted": 0.9, "measured": 1.0}}, "gain")
+    assert [text.get_bbox_patch().get_facecolor() for text in ax.texts] == [(1, 1, 1, 1)] * 2
+    plt.close("all")

@@ -1,4 +1,4 @@
-"""Answers to the exercises of notebook 02, right and wrong.
+"""Answers to the exercises of notebook 02 and of further/accumulation, right and wrong.
 
 This folder can be removed without breaking the course.
 """
@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from tests.solutions.answers import Solution, broken
 
 NOTEBOOK = "02-Gradient_Accumulation.ipynb"
-SECRETS = r"0\.8145|14\.9\b|0\.95 ?\*\* ?4"  # what neither hints nor the notebook may say
+SECRETS = r"0\.8145|0\.95 ?\*\* ?4|line 9"  # what neither hints nor the notebook may say
 
-FLOOR_GIB = 16e9 / 2**30  # weights, gradients and two moments, 4 bytes each, of 10⁹ parameters
 BETA2 = 0.95**4
 
 
@@ -110,75 +109,96 @@ BACKWARD = "            loss.backward()\n"
 EPOCH_CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
 EPOCH_STEP = "        optimizer.step()\n"
 EPOCH_ZERO = "        optimizer.zero_grad()\n"
-AS_IF_FULL = ', reduction="sum") / sum(len(y) for _, y in window) * len(window) / grad_accum_steps'
 
 
 def epoch(*changes):
     return broken(accumulation_epoch, *changes)
 
 
-def tail_not_clipped(model, batches, optimizer, n, max_grad_norm):
-    losses = []
-    for start in range(0, len(batches), n):
-        is_full = start + n <= len(batches)
-        limit = max_grad_norm if is_full else 1e9
-        losses += accumulation_epoch(model, batches[start : start + n], optimizer, n, limit)
-    return losses
+ONLY_UNEQUAL = [
+    epoch((SUM, ") / len(window)")),  # the mean of means
+    epoch(("sum(len(y) for _, y in window)", "len(window[0][1]) * len(window)")),
+]
 
-
-def tail_not_cleared(model, batches, optimizer, n, max_grad_norm):
-    """The last window steps, and its gradients stay for the next epoch."""
-    clear = optimizer.zero_grad
-    n_full = len(batches) // n * n
-    losses = accumulation_epoch(model, batches[:n_full], optimizer, n, max_grad_norm)
-    optimizer.zero_grad = lambda *_, **__: None
-    try:
-        return losses + accumulation_epoch(model, batches[n_full:], optimizer, n, max_grad_norm)
-    finally:
-        optimizer.zero_grad = clear
-
-
-WRONG_EPOCHS = [
+WRONG_BREAKS = [
+    (accumulation_epoch, "still right"),
     (epoch((SUM, ")")), "the gradient grows with their number"),
-    (epoch((SUM, ") / len(window)")), "a mean of means"),
-    (epoch((SUM, ', reduction="sum")')), "never divided"),
-    (epoch((SUM, AS_IF_FULL)), "as if it"),
+    (epoch((SUM, ") / grad_accum_steps")), "as if it were full"),
+    (epoch((SUM, ', reduction="sum")')), "not alone. equal lengths"),
     (epoch((WINDOWS, SIX_BATCHES + WINDOWS)), "last, shorter"),
-    (epoch((EPOCH_ZERO, "")), "earlier window"),
-    (epoch((EPOCH_CLIP, "")), "not clipped"),
+    (epoch((EPOCH_ZERO, "")), "not alone"),
+    (epoch((EPOCH_CLIP, "")), "unequal lengths still passes. What fails is clipping"),
     (epoch((BACKWARD, BACKWARD + "    " + EPOCH_CLIP)), "clipped after every micro-batch"),
-    (epoch(("loss += loss.item()", "loss = loss.item() * n_rows / len(y)")), "micro-batch only"),
+    (
+        epoch(("window_loss += loss.item()", "window_loss = loss.item() * len(window)")),
+        "last micro",
+    ),
     (epoch(("window_loss += loss.item()", "window_loss = loss.item()")), "not the means over all"),
     (epoch(("    return losses\n", "")), "one loss per optimizer step"),
-    (epoch((EPOCH_STEP, "")), "never stepped"),
+    (
+        epoch((EPOCH_STEP, "")),
+        "unequal lengths could not be judged. step count: the optimizer never",
+    ),
     (epoch((BACKWARD, BACKWARD + "    " + EPOCH_STEP)), "windows are there"),
     (epoch(("iter(batches)", "iter([*batches[:1], *batches])")), "wrong micro-batches"),
-    (tail_not_clipped, "step 3 of epoch 1, with clipping: the gradients are not clipped"),
-    (tail_not_cleared, "Were the gradients of the last window cleared"),
+    (epoch((EPOCH_STEP, "        raise ValueError('x')\n")), "it raised ValueError"),
 ]
+
+RUN = {"n": 4, "m": 8, "rate": 2e-3, "tokens": 8192, "seeds": [0, 1, 2, 3, 4]}
+
+
+def runs(**changes):
+    """Return 4 × 8, and a second run that differs in `changes`."""
+    return RUN, RUN | changes
+
 
 SOLUTIONS = [
     Solution("amp_window", right=[amp_window], wrong=WRONG_WINDOWS),
-    Solution("accumulation_epoch", right=[accumulation_epoch], wrong=WRONG_EPOCHS),
+    Solution("break_one", given=("unequal lengths",), right=ONLY_UNEQUAL, wrong=WRONG_BREAKS),
     Solution(
-        "floor_gib",
-        given=(1e9,),
-        right=[FLOOR_GIB, 14.9],
+        "peak_range",
+        given=(99.2, 94.7),  # two micro-batches of 16, and one of them
+        right=[(97, 101), (95, 104), (90, 110), [99.0, 99.4]],
         wrong=[
-            (16, "right in GB"),
-            (12e9 / 2**30, "gradients are missing"),
-            (4e9 / 2**30, "what does AdamW remember"),
-            (8e9 / 2**30, "what does AdamW remember"),
-            (6, "too low"),
-            (12.5, "too low"),
-            (13, "too low"),
-            (14.4, "too low"),
-            (40, "too high"),
-            ("x", "a number of GiB"),
-            ("14.9", "a number of GiB"),
-            (float("nan"), "a number of GiB"),
-            (-1, "a number of GiB"),
-            (True, "a number of GiB"),
+            ((50, 150), "too wide"),
+            ((93, 96), "one micro-batch alone"),
+            ((170, 190), "freed before the second"),
+            ((27, 30), "no category is smaller"),
+            ((101, 97), "a pair"),
+            (99, "a pair"),
+            ("99", "a pair"),
+            ((99, "x"), "a pair"),
+            ((float("nan"), 99), "a pair"),
+            ((-1, 99), "a pair"),
+        ],
+    ),
+    Solution(
+        "accumulation_control",
+        right=[runs(n=1, m=32), (runs(n=1, m=32)[1], RUN)],
+        wrong=[
+            (runs(n=1), "the size of the batch could be the cause"),
+            (runs(), "accumulate equally"),
+            (runs(n=8, m=4), "both runs accumulate. The control"),
+            (runs(n=1, m=32, rate=1e-3), "rates differ"),
+            (runs(n=1, m=32, tokens=4 * 8192), "unequal numbers of tokens"),
+            (runs(n=1, m=32, seeds=[5, 6, 7, 8, 9]), "no pairs"),
+            ((RUN | {"seeds": [0]}, RUN | {"seeds": [0], "n": 1, "m": 32}), "too few seeds"),
+            ((RUN,), "two runs"),
+            ("AB", "two runs"),
+            (3, "two runs"),
+        ],
+    ),
+    Solution(
+        "find_bug",
+        right=[9],
+        wrong=[
+            (3, "here the error shows"),
+            (6, "right at unequal lengths"),
+            (10, "limits the whole sum"),
+            (12, "would erase"),
+            (0, "a line number from 1 to 13"),
+            (True, "a line number"),
+            ("9", "a line number"),
         ],
     ),
     Solution(

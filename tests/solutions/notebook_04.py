@@ -3,13 +3,89 @@
 This folder can be removed without breaking the course.
 """
 
-from tests.solutions.answers import Solution
+import gc  # noqa: F401  a wrong answer calls it
+
+import torch
+import torch.nn.functional as F
+
+from tests.solutions.answers import Solution, broken
 
 NOTEBOOK = "04-Memory_Profiling.ipynb"
 SECRETS = r"\b4198|\b17 sequences"  # what neither hints nor the notebook may say
 
 SMI_MIB = (3.6 + 0.5) * 1024  # reserved segments and the context
 LARGEST_BATCH = 17  # 500 without any sequence, and 200 for each
+
+
+def repair(model, batches, held_out, optimizer):
+    losses, curve, outputs = [], [], []
+    hook = model[0].register_forward_hook(lambda *three: outputs.append(three[2].max().item()))
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        with torch.no_grad():
+            curve.append(F.mse_loss(model(held_out[0]), held_out[1]))
+    hook.remove()
+    return losses, curve, max(outputs)
+
+
+def leaking(model, batches, held_out, optimizer):
+    losses, curve, outputs = [], [], []
+    model[0].register_forward_hook(lambda layer, given, output: outputs.append(output))
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+        curve.append(F.mse_loss(model(held_out[0]), held_out[1]))
+    return losses, curve, torch.cat(outputs).max()
+
+
+def detached_only(model, batches, held_out, optimizer):
+    losses, curve, outputs = [], [], []
+    hook = model[0].register_forward_hook(lambda *three: outputs.append(three[2].detach()))
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        curve.append(F.mse_loss(model(held_out[0]), held_out[1]).detach())
+    hook.remove()
+    return losses, curve, torch.cat(outputs).max()
+
+
+LAST = "        curve.append(F.mse_loss(model(held_out[0]), held_out[1]))\n"
+NO_GRAD = "        with torch.no_grad():\n    "
+HOOKED = "outputs.append(three[2].max().item())"
+CURVE = "curve.append(F.mse_loss(model(held_out[0]), held_out[1]))"
+WRONG_REPAIRS = [
+    (leaking, "still have a graph, and no backward"),
+    (broken(leaking, (LAST, LAST + "        del loss\n")), "removes a name"),
+    (broken(leaking, (LAST, LAST + "        gc.collect()\n")), "what nobody holds"),
+    (broken(leaking, (LAST, LAST + "        torch.cuda.empty_cache()\n")), "what nobody holds"),
+    (detached_only, "the tensor itself stays"),
+    (broken(repair, (NO_GRAD, "")), "no backward pass frees"),
+    (
+        broken(
+            repair,
+            (HOOKED, "outputs.append(three[2])"),
+            ("max(outputs)", "torch.cat(outputs).max()"),
+        ),
+        "holds whole",
+    ),
+    (broken(repair, ("    hook.remove()\n", "")), "still registered"),
+    (broken(repair, ("loss.item()", "loss")), "Keep numbers"),
+    (broken(repair, (CURVE, "pass")), "the held-out losses are to be 8"),
+    (broken(repair, ("        optimizer.step()\n", "")), "are others than before"),
+    (broken(repair, ("return losses, curve, max(outputs)", "return losses")), "three things"),
+    (broken(repair, ("max(outputs)", "outputs[0]")), "largest output"),
+    (broken(repair, (CURVE, CURVE + "\n            loss.backward()")), "it raised RuntimeError"),
+]
 
 SOLUTIONS = [
     Solution(
@@ -31,6 +107,7 @@ SOLUTIONS = [
         right=["running_mean", "running_mean()"],
         wrong=[("augment", "no leak"), ("forward", "Who"), ("mean", "name of")],
     ),
+    Solution("repair", right=[repair], wrong=WRONG_REPAIRS),
     Solution(
         "largest_batch",
         given=({2: 900, 6: 1700}, 4096),

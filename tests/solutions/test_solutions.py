@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import itertools
 import re
 
 import nbformat
 import pytest
+import torch
 
+import labutils as lab
 from labutils import checks
+from labutils.checks.accumulation import INNOCENT, LATE_LINE
+from labutils.checks.epoch_trials import judge_epoch
 from labutils.checks.quiz import QUIZZES
+from labutils.tools.grade import grade
 from tests.helpers import committed
-from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04
+from tests.solutions import (
+    further_scaler,
+    further_speed,
+    notebook_01,
+    notebook_02,
+    notebook_03,
+    notebook_04,
+    notebook_capstone,
+)
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
+NOTEBOOKS += (further_scaler, further_speed, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 
@@ -40,7 +56,7 @@ def wrong_answers() -> list:
 
 @pytest.mark.parametrize(("exercise", "answer"), right_answers())
 def test_right_answers_pass(capsys, exercise, answer):
-    assert verdict(capsys, exercise, answer) == "Right."
+    assert verdict(capsys, exercise, answer).startswith("Right.")
 
 
 @pytest.mark.parametrize(("exercise", "answer", "words"), wrong_answers())
@@ -84,6 +100,7 @@ def given_function(notebook: str, name: str) -> str:
 
 def defined(source: str, name: str):
     namespace = {"torch": notebook_01.torch, "F": notebook_01.F}
+    namespace["checkpoint"] = notebook_03.checkpoint
     exec(source, namespace)
     return namespace[name]
 
@@ -93,7 +110,8 @@ def defined(source: str, name: str):
     [
         (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
-        (notebook_02.NOTEBOOK, "broken_epoch", "accumulation_epoch"),
+        (notebook_03.NOTEBOOK, "broken_forward", "mended_forward"),
+        (notebook_04.NOTEBOOK, "leaking_training", "repair"),
     ],
 )
 def test_what_the_notebook_gives_as_broken_is_not_right(capsys, notebook, name, exercise):
@@ -101,27 +119,64 @@ def test_what_the_notebook_gives_as_broken_is_not_right(capsys, notebook, name, 
     assert verdict(capsys, exercise, function).startswith("Not yet:")
 
 
-def test_the_given_epoch_can_be_mended_one_bug_at_a_time(capsys):
-    """Each mended bug changes the verdict, so that the reader sees progress."""
-    source = given_function(notebook_02.NOTEBOOK, "broken_epoch")
-    steps_first = "i % grad_accum_steps == 0"
-    steps_last = "(i + 1) % grad_accum_steps == 0"
-    steps_at_tail = f"{steps_last} or i + 1 == len(batches)"
-    seen = []
-    for old, new in ((steps_first, steps_last), (steps_last, steps_at_tail), ("", "")):
-        seen.append(verdict(capsys, "accumulation_epoch", defined(source, "broken_epoch")))
-        assert old in source
-        source = source.replace(old, new)
-    assert len(set(seen)) == 3 and all(text.startswith("Not yet:") for text in seen)
+def test_the_loop_to_break_is_right_as_it_is_given(capsys):
+    names = {}
+    exec(f"import torch\nimport torch.nn.functional as F\n{given_epoch()}", names)
+    assert set(judge_epoch(names["right_epoch"]).values()) == {None}
+    assert "still right" in verdict(capsys, "break_one", names["right_epoch"])
 
 
-@pytest.mark.parametrize("notebook", QUIZZES)
-def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, notebook):
+def given_epoch() -> str:
+    return given_function(notebook_02.NOTEBOOK, "right_epoch")
+
+
+def test_each_judge_can_be_the_only_one_that_fails():
+    last, clip = notebook_02.EPOCH_STEP, notebook_02.EPOCH_CLIP
+    alone = {
+        "clipping": notebook_02.epoch((clip, "")),
+        "unequal lengths": notebook_02.ONLY_UNEQUAL[0],
+        "logged losses": notebook_02.epoch(("losses.append(window_loss)", "losses.append(0.0)")),
+        "step count": notebook_02.epoch((last, "")),
+    }
+    for judge, epoch in alone.items():
+        failed = {name for name, problem in judge_epoch(epoch).items() if problem}
+        assert failed == {judge}
+
+
+def test_a_narrower_range_gets_more_points(capsys):
+    for high, points in ((100, 3), (105, 2), (115, 1)):
+        checks.peak_range(99.2, 50.0, (99, high))
+        assert f"{points} of 3 points" in capsys.readouterr().out
+
+
+def test_the_bug_stands_in_the_line_that_the_check_knows():
+    """The line is numbered in the notebook; one level less to the right, it counts windows."""
+    for cell in cells_of(notebook_02.NOTEBOOK):
+        if "def suspect" in cell.source:
+            source = cell.source
+    line = f"            done += 1  # {LATE_LINE}\n"
+    assert source.count(line) == 1
+    assert [int(n) for n in re.findall(r"  # (\d+)$", source, re.M)] == list(range(1, 14))
+    assert INNOCENT.keys() | {LATE_LINE} == set(range(1, 14))
+    seen = {}
+    for name, text in (("given", source), ("mended", source.replace(line, line[4:]))):
+        asked = seen[name] = []
+        names = {"lab": lab, "torch": torch, "islice": itertools.islice}
+        exec(text, names)
+        model = lab.build_model("gpt2-nano", dropout=0.0)
+        stream = itertools.islice(lab.batches(lab.sequences(16), 1, seed=0), 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        names["suspect"](model, stream, optimizer, lambda n, asked=asked: asked.append(n) or 0.0, 2)
+    assert seen == {"given": [0, 2, 4], "mended": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("quiz", QUIZZES)
+def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, quiz):
     def printed_for(answers: list) -> str:
-        checks.self_test(answers, notebook)
+        checks.self_test(answers, quiz)
         return capsys.readouterr().out.strip()
 
-    texts, truths, reasons = zip(*QUIZZES[notebook], strict=True)
+    texts, truths, reasons = zip(*QUIZZES[quiz], strict=True)
     opposites = [not truth for truth in truths]
     nothing = [None] * len(truths)
     for answers, word in ((truths, "right"), (opposites, "wrong"), (nothing, "open")):
@@ -135,12 +190,65 @@ def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, noteb
 
 
 def test_a_true_statement_is_judged_as_true(capsys):
-    checks.self_test([False] + 9 * [None], "04")
+    checks.self_test([False] + 9 * [None], "profiling")
     first = capsys.readouterr().out.strip().splitlines()[0]
     # Saving activations does not always lower the peak.
     assert first.startswith("1. right") and "saves activations always lowers" in first
 
 
 def test_an_unknown_quiz_is_refused():
-    with pytest.raises(ValueError, match="there is no quiz of notebook '09'"):
-        checks.self_test([], "09")
+    with pytest.raises(ValueError, match="there is no quiz 'checkpoints'"):
+        checks.self_test([], "checkpoints")
+
+
+def test_the_given_forward_can_be_mended_one_bug_at_a_time(capsys):
+    """Each mended bug changes the verdict, and with the last one the answer is right."""
+    source = given_function(notebook_03.NOTEBOOK, "broken_forward")
+    changes = (
+        ("use_reentrant=True", "use_reentrant=False"),
+        ("decay.div_(2)", "decay = decay / 2"),
+        ("def residual(h, block)", "def residual(h, block, decay)"),
+        ("(residual, h, block,", "(residual, h, block, decay,"),
+        ("checkpoint(lambda h: net.mix(net.norm(h)), h,", "checkpoint(net.mix, net.norm(h),"),
+    )
+    seen = [verdict(capsys, "mended_forward", defined(source, "broken_forward"))]
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+        seen.append(verdict(capsys, "mended_forward", defined(source, "broken_forward")))
+    assert len(set(seen)) >= 4 and seen[-1] == "Right."
+    assert all(text.startswith("Not yet:") for text in seen[:-1])
+
+
+@pytest.mark.parametrize(
+    ("notebook", "places"),
+    [
+        (
+            notebook_03.NOTEBOOK,
+            {
+                "own_checkpoint = None": (notebook_03.Own, "own_checkpoint = Own.apply"),
+                "mended_forward = None": (notebook_03.mended_forward, ""),
+            },
+        ),
+        (
+            "further/checkpointing.ipynb",
+            {"chosen_policy = None": (notebook_03.budget_policy, "chosen_policy = budget_policy")},
+        ),
+    ],
+    ids=["core", "further"],
+)
+def test_the_grader_scores_answers_that_are_code(tmp_path, notebook, places):
+    body = nbformat.reads(committed(notebook), as_version=4)
+    helpers = "from torch.utils.checkpoint import checkpoint\n"
+    helpers += inspect.getsource(notebook_03.residual)
+    for cell in body.cells:
+        for start, (answer, use) in places.items():
+            if cell.source.startswith(start) or f"\n{start}" in cell.source:
+                line = next(one for one in cell.source.splitlines() if one.startswith(start))
+                answered = f"{helpers}\n{inspect.getsource(answer)}\n{use}"
+                cell.source = cell.source.replace(line, answered)
+    nbformat.write(body, tmp_path / "answered.ipynb")
+    verdicts = {one.exercise: one.verdict for one in grade(tmp_path / "answered.ipynb")}
+    right = {name for name, found in verdicts.items() if found == "right"}
+    assert right == {start.partition(" ")[0].replace("chosen", "budget") for start in places}
+    assert set(verdicts.values()) == {"right", "open"}

@@ -14,6 +14,22 @@ BATCH = (
     "points = {{2: 900, 6: 1700}}\nlargest = {}\nlab.checks.largest_batch(points, 4096, largest)"
 )
 LEAK = "lab.checks.leak({})"
+REPAIR = """
+import torch.nn.functional as F
+
+def repaired(model, batches, held_out, optimizer):
+    largest, losses, curve = 0, [], []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        largest = max(largest, model[0](x).max().item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, losses, largest
+
+lab.checks.repair(repaired)
+"""
 
 
 def submission(folder, name: str, *cells: str) -> None:
@@ -39,6 +55,7 @@ def test_a_folder_of_all_kinds_of_notebooks_is_scored_to_the_end(tmp_path):
         SMI.format(4198.4),
         LEAK.format("'running_mean'"),
         BATCH.format(17),
+        REPAIR,
     )
     submission(
         tmp_path,
@@ -61,16 +78,20 @@ def test_a_folder_of_all_kinds_of_notebooks_is_scored_to_the_end(tmp_path):
     (tmp_path / "damaged.ipynb").write_text("{")
     submission(tmp_path, "empty.ipynb")
     table = grade.grade_folder(tmp_path)
-    all_three = {"nvidia_smi", "leak", "largest_batch"}
-    assert verdicts(table, "good.ipynb") == dict.fromkeys(all_three, "right")
+    all_four = {"nvidia_smi", "leak", "repair", "largest_batch"}
+    assert verdicts(table, "good.ipynb") == dict.fromkeys(all_four, "right") | {
+        "repair": "wrong"  # a function of the reader's own is tried
+    }
     assert verdicts(table, "mixed.ipynb") == {
         "nvidia_smi": "open",
         "leak": "missing",
+        "repair": "missing",
         "largest_batch": "failed",
     }
     assert verdicts(table, "twice.ipynb") == {
         "nvidia_smi": "right",
         "leak": "failed",
+        "repair": "missing",
         "largest_batch": "missing",
     }
     reasons = {(row.submission, row.exercise): row.reason for row in table.itertuples()}
@@ -107,6 +128,7 @@ def test_what_does_not_end_or_takes_all_memory_costs_one_exercise(tmp_path):
     assert verdicts(table, "hog.ipynb") == {
         "nvidia_smi": "right",
         "leak": "failed",
+        "repair": "missing",
         "largest_batch": "right",
     }
     assert verdicts(table, "dies.ipynb") == {
@@ -134,7 +156,16 @@ def test_a_cell_brings_what_it_needs_and_nothing_else():
     ]
 
 
-@pytest.mark.parametrize("name", ["01-Mixed_Precision", "04-Memory_Profiling"])
+def test_the_local_names_of_a_function_bring_no_cell():
+    cells = ["model = slow()", "k = 2", "def f(x):\n    model = x * k\n    return model", "f(1)"]
+    assert grade.needed_cells(cells, 3) == cells[1:]
+    comprehension = "print([model for model in range(k)])"
+    assert grade.needed_cells([*cells[:2], comprehension], 2) == ["k = 2", comprehension]
+
+
+@pytest.mark.parametrize(
+    "name", ["01-Mixed_Precision", "02-Gradient_Accumulation", "04-Memory_Profiling"]
+)
 def test_the_courses_own_notebooks_have_their_exercises(tmp_path, name):
     (tmp_path / "x.ipynb").write_text(committed(f"{name}.ipynb"), encoding="utf-8")
     names = grade.expected(grade.code_cells(tmp_path / "x.ipynb"))
@@ -149,3 +180,14 @@ def test_csv_from_the_command_line(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "submission,exercise,verdict,reason"
     assert lines[1].startswith("a.ipynb,nvidia_smi,wrong,")
+
+
+OPTIONAL = [("scaler", "break_clipping"), ("speed", "speed_control"), ("accumulation", "beta2")]
+
+
+@pytest.mark.parametrize(("name", "exercise"), OPTIONAL)
+def test_an_optional_notebook_is_scored_by_its_own_exercises(tmp_path, name, exercise):
+    text = committed(f"further/{name}.ipynb")
+    (tmp_path / "x.ipynb").write_text(text, encoding="utf-8")
+    scores = grade.grade(tmp_path / "x.ipynb")
+    assert [(score.exercise, score.verdict) for score in scores] == [(exercise, "open")]

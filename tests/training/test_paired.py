@@ -25,6 +25,11 @@ def test_what_identical_runs_differ_by_is_noise():
     assert found.verdict == CANNOT_TELL and CANNOT_TELL in str(found)
 
 
+def test_noise_that_nobody_measured_is_not_printed_as_zero():
+    found = paired_difference(FIRST, [x + 0.2 for x in FIRST])
+    assert found.noise is None and "noise" not in str(found)
+
+
 def test_four_pairs_are_too_few():
     assert paired_difference(FIRST[:4], [x + 1 for x in FIRST[:4]]).verdict == CANNOT_TELL
 

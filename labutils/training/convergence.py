@@ -1,0 +1,100 @@
+"""The same tokens in batches of 8, 16 and 32 sequences: what is run, and the record of a long run.
+
+All runs have a constant rate after the warm-up. So a short run is the beginning of a longer one
+with the same seed, and the two can be compared after equally many tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from labutils.config.reader import load_config
+from labutils.config.schema import Config
+from labutils.files import REFERENCE_DIR
+from labutils.training.paired import PairedDifference, paired_difference
+
+RECORD = REFERENCE_DIR / "convergence.csv"
+RATES_RECORD = REFERENCE_DIR / "convergence_rates.csv"
+SMALL, SEQ_LEN, WARMUP_TOKENS = "batch_8", 32, 2048
+RATES = (3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)
+# {arm: (sequences in an optimizer step, learning rate)}. The rate of SMALL is the best of RATES
+# with seed 0 (RATES_RECORD); the others follow the rule rate × √κ, or keep the rate.
+ARMS = {
+    "batch_8": (8, 1e-3),
+    "batch_16": (16, 1e-3 * 2**0.5),
+    "batch_32": (32, 2e-3),
+    "batch_32_same_rate": (32, 1e-3),
+}
+
+
+def config_of(arm: str, seed: int, tokens: int, **changes: Any) -> Config:
+    """Return the config of one run: GPT-2 nano on any device, micro-batches of 8 sequences of 32.
+
+    `changes` override it. Raises ValueError if `tokens` is no whole number of optimizer steps.
+    """
+    n_sequences, rate = ARMS[arm]
+    tokens_per_step = n_sequences * SEQ_LEN
+    if tokens <= 0 or tokens % tokens_per_step:
+        raise ValueError(f"{tokens} tokens are no whole number of steps of {tokens_per_step}")
+    options = {
+        "name": arm,
+        "seed": seed,
+        "model": "gpt2-nano",
+        "seq_len": SEQ_LEN,
+        "micro_batch_size": 8,
+        "tokens_per_step": tokens_per_step,
+        "steps": tokens // tokens_per_step,
+        "learning_rate": rate,
+        "lr_schedule": "constant",
+        "lr_warmup_steps": WARMUP_TOKENS // tokens_per_step,
+    }
+    return load_config("accumulation", **(options | changes))
+
+
+@dataclass(frozen=True)
+class LongRecord:
+    """Held-out losses of long runs, with the machine and the versions that gave them.
+
+    `losses` has a row for each arm, seed and number of tokens; its `held_out_loss` is in nats per
+    token.
+    """
+
+    facts: dict[str, str]
+    losses: pd.DataFrame
+
+    def points(self) -> list[int]:
+        """Return after how many tokens the losses were taken, in order."""
+        return sorted(int(tokens) for tokens in self.losses.tokens.unique())
+
+    def at(self, arm: str, tokens: int) -> list[float]:
+        """Return the losses of an arm after so many tokens, in order of seeds.
+
+        Raises ValueError if there is none.
+        """
+        rows = self.losses[(self.losses.arm == arm) & (self.losses.tokens == tokens)]
+        if rows.empty:
+            raise ValueError(f"the record has no {arm!r} after {tokens} tokens: {self.points()}")
+        return rows.sort_values("seed").held_out_loss.tolist()
+
+    def against(self, arm: str, tokens: int, base: str = SMALL) -> PairedDifference:
+        """Return by how much the arm's losses exceed those of `base`, seed by seed."""
+        return paired_difference(self.at(base, tokens), self.at(arm, tokens))
+
+
+def read_record(path: Path = RECORD) -> LongRecord:
+    """Return the recorded long runs: facts in lines of `# key: value`, then a table."""
+    facts = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            key, _, value = line[2:].partition(": ")
+            facts[key] = value
+    return LongRecord(facts, pd.read_csv(path, comment="#"))
+
+
+def agrees(short: PairedDifference, recorded: PairedDifference) -> bool:
+    """Return whether the record's median lies in the range of the short run's pairs."""
+    return short.low <= recorded.median <= short.high

@@ -1,0 +1,126 @@
+"""Techniques side by side: each alone and in pairs, all on top of the same start."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pandas as pd
+import torch
+
+from labutils.config.choices import SIXTEEN_BIT, WITH_BF16, WITHOUT_BF16
+from labutils.config.reader import load_config
+from labutils.config.schema import ConfigError
+from labutils.machine import here
+from labutils.prediction.memory import predict_memory
+from labutils.prediction.time import predict_time
+from labutils.training import ladder
+from labutils.training.ladder import Row
+
+AS_IT_IS = "as it is"
+BOTH = " + "
+
+
+def pairs(
+    changes: Mapping[str, Mapping[str, Any]], alone: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Return {name: keys of a config}: the start, each change alone, and each pair of changes.
+
+    Those named in `alone` are in no pair.
+    """
+    found = {AS_IT_IS: {}} | {name: dict(change) for name, change in changes.items()}
+    paired = [name for name in changes if name not in alone]
+    for one, other in itertools.combinations(paired, 2):
+        found[one + BOTH + other] = {**changes[one], **changes[other]}
+    return found
+
+
+def plan(
+    base: str,
+    start: Mapping[str, Any],
+    changes: Mapping[str, Mapping[str, Any]],
+    device: torch.device | str,
+) -> tuple[dict[str, Row], dict[str, str]]:
+    """Return (rows, {name: why this combination cannot be} of the others).
+
+    Each row has its change only, on top of the start, and is compared with AS_IT_IS. `device` is
+    one of this machine, or a key of CARDS. The precision "16bit" becomes one that is fast there. A
+    precision that this machine emulates runs few steps: see `ladder.plan`.
+    """
+    rows: dict[str, Row] = {}
+    refused: dict[str, str] = {}
+    for i, (name, change) in enumerate(changes.items()):
+        keys = {**start, **_of_16_bits(change, device), "name": f"side_{i}"}
+        local = device if isinstance(device, torch.device) else None
+        is_here, is_slow, note = ladder.possible(keys, local)
+        if is_slow:
+            keys |= {"steps": ladder.SLOW_STEPS, "lr_warmup_steps": 1}
+        try:
+            config = load_config(base, **keys)
+        except ConfigError as problem:
+            refused[name] = str(problem).rpartition(": ")[2]
+            continue
+        rows[name] = Row(config, None if name == AS_IT_IS else AS_IT_IS, is_here, note)
+    return rows, refused
+
+
+def _of_16_bits(change: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    if change.get("precision") != SIXTEEN_BIT.name:
+        return dict(change)
+    answer = here.card_of(device).support(WITH_BF16.name)
+    fast = WITH_BF16 if answer.ok and not answer.slow else WITHOUT_BF16
+    return {**change, "precision": fast.name}
+
+
+def predict(rows: Mapping[str, Row], device: torch.device | str) -> dict[str, float]:
+    """Fill in each row's ledger; return {name: predicted ms of a step}."""
+    step_ms = {}
+    for name, row in rows.items():
+        if row.is_here:
+            row.ledger = predict_memory(row.config, device)
+            step_ms[name] = predict_time(row.config, device).step_ms
+    return step_ms
+
+
+def table(
+    rows: Mapping[str, Row],
+    cards: Mapping[str, tuple[Mapping[str, Row], Mapping[str, float]]],
+    noise: tuple = (),
+) -> pd.DataFrame:
+    """Return a table of texts: MiB and ms, measured here and predicted for each of `cards`.
+
+    `cards` has {name: what `plan` and `predict` returned for it}. `time` says whether a row's steps
+    differ from AS_IT_IS by more than the noise. A dash is what is not there.
+    """
+    names = dict.fromkeys(rows)
+    for card_rows, _ in cards.values():
+        names |= dict.fromkeys(card_rows)
+    lines = []
+    for name in names:
+        row = rows.get(name)
+        line = {"technique": name} | _measured(rows, name, noise)
+        line["here, predicted"] = _text(row.predicted_mib if row else None, ",.1f")
+        for card, (card_rows, card_ms) in cards.items():
+            there = card_rows.get(name)
+            line[f"{card} MiB"] = _text(there.predicted_mib if there else None, ",.0f")
+            line[f"{card} ms"] = _text(card_ms.get(name), ",.0f")
+        lines.append(line)
+    return pd.DataFrame(lines).set_index("technique")
+
+
+def _measured(rows: Mapping[str, Row], name: str, noise: tuple) -> dict[str, str]:
+    row = rows.get(name)
+    if row is None:
+        return {"MiB": "–", "ms": "–", "time": "–"}
+    change = ladder.speed_change(rows, name, noise)
+    return {
+        "MiB": _text(row.measured_mib, ",.1f"),
+        "ms": _text(statistics.median(row.step_ms) if row.step_ms else None, ",.0f"),
+        "time": ladder.SPEED_WORDS[change.verdict] if change else "–",
+    }
+
+
+def _text(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
