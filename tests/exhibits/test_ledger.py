@@ -68,7 +68,7 @@ def compare(browser, root, setting: dict, batch: int, ledger) -> None:
         found = dict(zip(names, shown[phase], strict=True))
         assert sum(found.values()) == sum(parts.values()), (setting, batch, phase)
         assert found == parts, (setting, batch, phase)
-    assert list(shown) == list(predicted)
+    assert shown.keys() == predicted.keys()
     phase, peak = browser.execute_script(CALL, root, "peak", shown)
     assert peak == max(sum(parts.values()) for parts in predicted.values())
     assert peak <= ledger.peak_bytes
