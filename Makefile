@@ -5,7 +5,9 @@
 #            comparison of the ledger with the card land in labutils/reference/. A step that has
 #            ended well is not run again: its stamp is in runs/gpu/. `make -k gpu` goes on after
 #            a step that fails.
-# All three set themselves up.
+# make exhibits: compute what the tables of the exhibits lack, on any machine. It can be stopped
+#            and continued. After a change of the prediction: make exhibits AGAIN=--again.
+# All set themselves up.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,7 +16,7 @@ TWO_AT_ONCE := OMP_NUM_THREADS=1
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 
-.PHONY: labs test configs lint gpu gpu-is-here clean
+.PHONY: labs test configs exhibits lint gpu gpu-is-here clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -35,6 +37,9 @@ test: $(VENV)/installed lint
 
 configs: $(VENV)/installed
 	$(BIN)/python -m labutils.tools.configs
+
+exhibits: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m labutils.exhibits.ledger_table $(AGAIN)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from PIL import Image
 
 from labutils.files import runs_dir, write_atomically
 
@@ -93,4 +94,6 @@ def _png(ax: Axes) -> str:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=60, metadata={"Software": None})
     plt.close(figure)
-    return base64.b64encode(file.getvalue()).decode()
+    small = io.BytesIO()
+    Image.open(file).convert("RGB").quantize(32).save(small, format="png", optimize=True)
+    return base64.b64encode(small.getvalue()).decode()

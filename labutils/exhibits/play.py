@@ -20,6 +20,7 @@ from labutils.exhibits import (
     window_data,
 )
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
+from labutils.exhibits.ledger import ledger as ledger
 from labutils.exhibits.number_data import NUMBER_FORMATS, described
 from labutils.memory.ledger import mib
 from labutils.plotting import (
