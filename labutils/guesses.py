@@ -14,7 +14,7 @@ import pandas as pd
 class Guess:
     """One guess: a number, or a range from `low` to `high`. All are None if none was made.
 
-    `was_early` says whether it was made before the result was there.
+    `was_early` says whether it was made before the result was there, or a prediction in its place.
     """
 
     name: str
@@ -79,7 +79,8 @@ def guess(
     if before is not None:
         made.predicted, made.measured = before.predicted, before.measured
         is_same = (before.value, before.low, before.high) == given
-        made.was_early = before.was_early if is_same and before else before.measured is None
+        is_open = before.measured is None and before.predicted is None
+        made.was_early = before.was_early if is_same and before else is_open
     _guesses[name] = made
     return made
 
@@ -104,6 +105,8 @@ def answer(name: str, measured: float | None, predicted: float | None = None) ->
     if made and made.measured is not None:
         late = "" if made.was_early else " (made after the result)"
         print(f"your guess{late}: {_shown(made)}; measured: {made.measured:.4g}: {_verdict(made)}")
+    elif made and made.predicted is not None:  # a prediction is no result: no verdict, no score
+        print(f"your guess: {_shown(made)}; predicted, not measured here: {made.predicted:.4g}")
     return made
 
 

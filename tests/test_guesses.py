@@ -101,3 +101,13 @@ def test_a_field_without_a_number_is_empty_and_others_keep_four_digits():
     assert "NaN" not in shown and "None" not in shown
     assert "0.3333" in shown and "0.33333" not in shown
     assert "1235" in shown
+
+
+def test_where_nothing_can_be_measured_the_prediction_is_shown_and_ends_the_guessing(capsys):
+    guesses.guess("card", "GiB of a card")
+    guesses.answer("card", None, 4.0)
+    guesses.guess("card", "GiB of a card", 4.2)
+    guesses.answer("card", None, 4.0)
+    assert capsys.readouterr().out == "your guess: 4.2; predicted, not measured here: 4\n"
+    row = guesses.scores().loc["GiB of a card"]
+    assert row["made"] == "after the result" and row["right"] == ""
