@@ -402,7 +402,7 @@ FAULTS = [
         "    batches = make_micro_batches(EQUAL_ROWS)\n"
         "    epoch(toy.model, batches, toy.optimizer, GRAD_ACCUM_STEPS, max_norm)\n"
         "    watch.steps *= 2\n",
-        "solutions/test_solutions.py::test_wrong_answers_get_their_misconception",
+        "solutions/test_solutions.py::test_a_shorter_window_that_is_not_cleared_is_noticed_in_the_next_epoch",
     ),
 ]
 

@@ -143,6 +143,13 @@ def test_each_judge_can_be_the_only_one_that_fails():
         assert failed == {judge}
 
 
+def test_a_shorter_window_that_is_not_cleared_is_noticed_in_the_next_epoch():
+    zero = notebook_02.EPOCH_ZERO
+    full_only = f"        if len(window) == grad_accum_steps:\n    {zero}"
+    problem = judge_epoch(notebook_02.epoch((zero, full_only)))["clipping"]
+    assert "step 1 of epoch 2" in problem and "cleared" in problem
+
+
 def test_a_narrower_range_gets_more_points(capsys):
     for high, points in ((100, 3), (105, 2), (115, 1)):
         checks.peak_range(99.2, 50.0, (99, high))
