@@ -68,7 +68,9 @@ from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
 from labutils.training import capstone as capstone
 from labutils.training import convergence as convergence
+from labutils.training import exchange as exchange
 from labutils.training import ladder as ladder
+from labutils.training import processes as processes
 from labutils.training import profiles as profiles
 from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
