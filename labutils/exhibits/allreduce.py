@@ -17,7 +17,7 @@ def allreduce(n_workers: int = 8, number_format: str = "BF16") -> Exhibit:
     return make_exhibit(
         "allreduce",
         "The exchange of gradients",
-        "Choose workers, a model, a format and a link. See the bytes, the least time, the rounding.",
+        "Choose workers, a model, a format, a link. See the bytes, the least time, the rounding.",
         allreduce_data.data(n_workers, number_format),
         allreduce_data.still(),
         alt,

@@ -1,4 +1,4 @@
-"""Real processes on the CPU that exchange gradients through Gloo: what DDP computes, and how fast."""
+"""Real processes on the CPU that exchange gradients through Gloo: what DDP makes, and how fast."""
 
 from __future__ import annotations
 
