@@ -79,6 +79,19 @@ def compare(browser, root, setting: dict, batch: int, ledger) -> int:
     return same
 
 
+def test_the_page_reads_the_table_at_every_batch_size(browser, show):
+    root = show(lab.play.ledger(ALL))
+    script = "return arguments[2].map((n) => arguments[0].exhibit.phases(arguments[1], n))"
+    batches = list(range(1, BATCHES + 1))
+    for setting in some_settings(12, seed=12):
+        shown = browser.execute_script(script, root, setting, batches)
+        for batch, phases in zip(batches, shown, strict=True):
+            wanted = {
+                phase: list(parts.values()) for phase, parts in peaks_at(setting, batch).items()
+            }
+            assert phases == wanted, (setting, batch)
+
+
 def test_every_phase_is_that_of_the_prediction_at_any_batch_size(browser, show):
     """Ten settings, four batch sizes each: 40 ledgers, as `predict_memory` makes them."""
     root = show(lab.play.ledger(ALL))
