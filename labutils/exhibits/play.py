@@ -19,6 +19,7 @@ from labutils.exhibits import (
     step_data,
     window_data,
 )
+from labutils.exhibits.choose import choose as choose
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
 from labutils.exhibits.ledger import ledger as ledger
 from labutils.exhibits.number_data import NUMBER_FORMATS, described
