@@ -102,7 +102,7 @@ def some_rows(n: int, seed: int) -> list[tuple[str, str]]:
     return rng.sample([(card, model) for card in CHOSEN for model in MODELS_ON_CARDS], n)
 
 
-@pytest.mark.parametrize(("card", "model"), some_rows(3, seed=1))
+@pytest.mark.parametrize(("card", "model"), some_rows(3, seed=5))
 def test_the_table_is_up_to_date(card, model):
     """Random numbers of it are predicted again; which changes are best, in the slow test."""
     base, row = load_config(BASE, model=model), read()[card][model]
@@ -188,7 +188,7 @@ def test_the_command_line_accepts_every_config(exhibit, browser, show, tmp_path,
     assert capsys.readouterr().out.count(": ok") == len(paths)
     assert cli.main(["predict", str(tmp_path / "t4-gpt2-memory.yaml"), "--device", "t4"]) == 0
     needed = read()["t4"]["gpt2"]["memory"]["gib"]
-    assert f"{needed:.1f} GiB" in capsys.readouterr().out
+    assert f"{needed:.2f} GiB" in capsys.readouterr().out
 
 
 def test_a_control_that_may_not_fit_is_called_so(exhibit, show):
