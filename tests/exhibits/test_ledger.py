@@ -298,8 +298,16 @@ def test_all_models_are_a_page_of_at_most_300_kb():
     assert len(lab.play.ledger(ALL).html.encode()) <= 300_000
 
 
+def test_the_page_names_the_models_that_it_leaves_out(show):
+    others = [name for name in ALL if name not in ("gpt2", "gpt2-medium")]
+    said = text_of(show(lab.play.ledger()), "others")
+    assert all(f'"{name}"' in said for name in others)
+    assert bool(said) == bool(others)
+    assert text_of(show(lab.play.ledger(ALL)), "others") == ""
+
+
 def test_what_the_table_lacks_is_refused():
-    for asked in ({"models": ("gpt3",)}, {"seq_len": 300}, {"dropout": 0.1}, {"model": "gpt2-xl"}):
+    for asked in ({"models": ("gpt3",)}, {"seq_len": 300}, {"dropout": 0.1}, {"model": "gpt2-large"}):
         with pytest.raises(ValueError, match="is not in the table"):
             lab.play.ledger(**asked)
 
