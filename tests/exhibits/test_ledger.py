@@ -307,7 +307,12 @@ def test_the_page_names_the_models_that_it_leaves_out(show):
 
 
 def test_what_the_table_lacks_is_refused():
-    for asked in ({"models": ("gpt3",)}, {"seq_len": 300}, {"dropout": 0.1}, {"model": "gpt2-large"}):
+    for asked in (
+        {"models": ("gpt3",)},
+        {"seq_len": 300},
+        {"dropout": 0.1},
+        {"model": "gpt2-large"},
+    ):
         with pytest.raises(ValueError, match="is not in the table"):
             lab.play.ledger(**asked)
 
