@@ -40,6 +40,7 @@ configs: $(VENV)/installed
 
 exhibits: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m labutils.exhibits.ledger_table $(AGAIN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m labutils.exhibits.choose_table $(AGAIN)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

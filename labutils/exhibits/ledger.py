@@ -15,7 +15,8 @@ def ledger(
 ) -> Exhibit:
     """Return an exhibit: choose a model and switches of its config, and see the bytes of a step.
 
-    `models` are those to choose from. `start` are the switches to begin with, as keys of a config.
+    `models` are those to choose from; `ledger_switches.SWITCHES` names all. `start` are the
+    switches to begin with, as keys of a config.
     Raises ValueError for what the table lacks.
     """
     data = page_data(models, micro_batch_size, start)

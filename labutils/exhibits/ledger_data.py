@@ -135,6 +135,7 @@ def page_data(models: Iterable[str], batch: int, start: Setting) -> dict[str, An
         "lines": [[sold, ALL_CARDS[card].memory_gib, card] for sold, card in SOLD.items()],
         "base": BASE,
         "config": config_lines(begin),
+        "others": [name for name in SWITCHES["model"] if name not in values["model"]],
     }
 
 

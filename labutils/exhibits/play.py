@@ -20,6 +20,7 @@ from labutils.exhibits import (
     window_data,
 )
 from labutils.exhibits.allreduce import allreduce as allreduce
+from labutils.exhibits.choose import choose as choose
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
 from labutils.exhibits.ledger import ledger as ledger
 from labutils.exhibits.number_data import NUMBER_FORMATS, described

@@ -42,8 +42,10 @@ def test_it_answers_to_ordinary_controls(exhibit, show):
 
 @pytest.mark.parametrize("width", [400, 1200])
 def test_the_page_is_no_wider_than_the_screen(exhibit, show, browser, width):
-    show(exhibit, width)
+    root = show(exhibit, width)
     assert browser.execute_script("return document.body.scrollWidth <= window.innerWidth")
+    fits = "return arguments[0].scrollWidth <= arguments[0].clientWidth"
+    assert browser.execute_script(fits, root)  # nothing is hidden behind a scroll bar
 
 
 def test_two_of_a_kind_live_on_one_page(exhibit, browser, tmp_path):
