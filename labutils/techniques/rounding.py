@@ -26,7 +26,8 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def sum_bound(n_terms: int, dtype: torch.dtype) -> float:
     """Return what the relative error of a sum of positive terms never exceeds, added one by one.
 
-    It is K u; with terms that are rounded, too, K roundings touch the first term.
+    It is K u, for rounded products of numbers, too: Jeannerod and Rump, SIAM J. Matrix Anal. Appl.
+    34 (2013).
     """
     return n_terms * unit_roundoff(dtype)
 

@@ -122,3 +122,15 @@ def test_a_run_is_repeated_by_its_seed_and_changed_by_rounding():
     nudged = weight(1, CPU, nudge=1e-7)
     # Adam divides by the size of a gradient, so a weight moves by up to 1e-3 in each step
     assert not torch.equal(nudged, plain) and (nudged - plain).abs().max() < 2.1e-3
+
+
+def test_a_layer_gets_and_gives_16_bit_numbers(model, batch):
+    mlp, seen = model.transformer.h[0].mlp, {}
+    hooks = [mlp.act.register_forward_hook(lambda _m, inputs, _o: seen.update(into=inputs[0]))]
+    hooks.append(mlp.c_proj.register_forward_pre_hook(lambda _m, x: seen.update(out=x[0])))
+    for layers, is_rounded in (([], False), (["transformer.h.0.mlp.act"], True)):
+        by_layer.RoundedLayers(model, layers, torch.bfloat16)(batch)
+        for value in seen.values():
+            assert torch.equal(value.bfloat16().float(), value) is is_rounded
+    for hook in hooks:
+        hook.remove()
