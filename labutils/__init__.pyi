@@ -61,11 +61,14 @@ from labutils.session import setup as setup
 from labutils.techniques import autocast_dtypes as autocast_dtypes
 from labutils.techniques import float_formats as _float_formats
 from labutils.techniques import precision as precision
+from labutils.techniques import rounding as rounding
 from labutils.techniques.checkpointing import set_checkpointing as set_checkpointing
 from labutils.techniques.loss import count_targets as count_targets
 from labutils.techniques.loss import lm_loss_sum as lm_loss_sum
+from labutils.techniques.optimizers import round_stochastically as round_stochastically
 from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
+from labutils.training import by_layer as by_layer
 from labutils.training import capstone as capstone
 from labutils.training import convergence as convergence
 from labutils.training import exchange as exchange

@@ -15,6 +15,7 @@ from labutils.checks import (
     checkpoint_code,
     checkpointing,
     mixed_precision,
+    numerics,
     profiling,
     scaler,
     speed,
@@ -31,6 +32,7 @@ NOTEBOOKS = (
     checkpoint_code,
     profiling,
     capstone,
+    numerics,
     scaler,
     speed,
 )

@@ -182,7 +182,12 @@ def test_csv_from_the_command_line(tmp_path, capsys):
     assert lines[1].startswith("a.ipynb,nvidia_smi,wrong,")
 
 
-OPTIONAL = [("scaler", "break_clipping"), ("speed", "speed_control"), ("accumulation", "beta2")]
+OPTIONAL = [
+    ("numerics", "lost_below"),
+    ("scaler", "break_clipping"),
+    ("speed", "speed_control"),
+    ("accumulation", "beta2"),
+]
 
 
 @pytest.mark.parametrize(("name", "exercise"), OPTIONAL)
