@@ -1,0 +1,171 @@
+"""Do 16 bits train as stably as 32? The arms of a trial over seeds, one run, and the record.
+
+All arms of a seed begin with the same weights and see the same batches, so they are pairs. The rate
+is constant after the warm-up: a short run is the beginning of a longer one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from labutils.config.reader import load_config
+from labutils.config.schema import Config
+from labutils.files import REFERENCE_DIR
+from labutils.techniques.schedule import learning_rate_at
+from labutils.training.convergence import read_record
+from labutils.training.loop import train
+from labutils.workload.build import build_data, build_workload
+
+RECORD = REFERENCE_DIR / "stability.csv"
+STEPS, EVERY, WARMUP_STEPS = 64, 8, 8
+GROWTH_INTERVAL = 8  # torch's is 2000: a short run then meets what a long one meets
+BASE = "fp32"
+# {arm: (precision, optimizer, words)}. The last two differ in how weights and moments are rounded.
+ARMS = {
+    BASE: ("fp32", "adamw", "FP32"),
+    "fp16": ("fp16", "adamw", "FP16 autocast, scaler"),
+    "bf16": ("bf16", "adamw", "BF16 autocast"),
+    "pure_bf16": ("pure_bf16", "adamw", "pure BF16, to nearest"),
+    "pure_bf16_sr": ("pure_bf16", "adamw_bf16", "pure BF16, stochastic"),
+}
+RATES = {"small": 1e-4, "usual": 1e-3, "far too high": 3.0}
+
+
+def config_of(arm: str, rate: str, seed: int, steps: int = STEPS) -> Config:
+    """Return the config of one run: GPT-2 nano, 4 sequences of 32 tokens a step, no dropout."""
+    precision, optimizer, _ = ARMS[arm]
+    return load_config(
+        "accumulation",
+        name=arm,
+        seed=seed,
+        model="gpt2-nano",
+        seq_len=32,
+        micro_batch_size=4,
+        tokens_per_step=128,
+        steps=steps,
+        learning_rate=RATES[rate],
+        lr_schedule="constant",
+        lr_warmup_steps=min(WARMUP_STEPS, steps - 1),
+        precision=precision,
+        optimizer=optimizer,
+        growth_interval=GROWTH_INTERVAL,
+        dropout=0.0,  # stochastic rounding draws from the same generator
+    )
+
+
+def run_one(
+    arm: str, rate: str, seed: int, device: torch.device, steps: int = STEPS
+) -> pd.DataFrame:
+    """Train one run; return a row after each EVERY steps.
+
+    `loss` is the mean over those steps, in nats per token: NaN if one of them was not finite, and
+    in all rows after that. `skipped` counts the scaler's skips since the start. Raises ValueError
+    if `steps` is no multiple of EVERY, KeyError for an unknown arm or rate, PrecisionUnsupported.
+    """
+    if steps <= 0 or steps % EVERY:
+        raise ValueError(f"{steps} steps are no multiple of {EVERY}")
+    config = config_of(arm, rate, seed, steps).on(device.type)
+    data = build_data(config)
+    work = build_workload(config, device, data)
+    record = train(
+        work.model,
+        data.batches,
+        work.loss_fn,
+        work.optimizer,
+        steps=steps,
+        precision=config.precision,
+        scaler=work.scaler,
+        max_grad_norm=config.max_grad_norm,
+        learning_rate_at=partial(
+            learning_rate_at,
+            highest=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.lr_warmup_steps,
+            steps=steps,
+        ),
+        progress=False,
+    )
+    return rows_of(arm, rate, seed, record.series.loss, record.series.skipped, steps)
+
+
+def rows_of(
+    arm: str, rate: str, seed: int, losses: list[float], skipped: list[bool], steps: int
+) -> pd.DataFrame:
+    """Return the rows of one run from its series, which may have ended early."""
+    rows, mean = [], 0.0
+    for end in range(EVERY, steps + 1, EVERY):
+        window = losses[end - EVERY : end]
+        is_whole = len(window) == EVERY and math.isfinite(mean)
+        mean = statistics.fmean(window) if is_whole else math.nan
+        mean = mean if math.isfinite(mean) else math.nan
+        facts = {"rate": rate, "arm": arm, "seed": seed, "step": end}
+        rows.append(facts | {"loss": mean, "skipped": sum(skipped[:end])})
+    return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences, and the interval that has the true mean in 95 of 100 cases.
+
+    By Student's t, so for differences that are about normal. `n` pairs.
+    """
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def verdict(self) -> str:
+        """Whether the interval leaves out 0."""
+        if self.low <= 0 <= self.high or math.isnan(self.low):
+            return "cannot tell"
+        return "higher" if self.mean > 0 else "lower"
+
+
+# Student's t for 95 % of both sides, by degrees of freedom from 1 on.
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+
+
+def difference(base: list[float], other: list[float]) -> Difference:
+    """Return by how much `other` exceeds `base`, pair by pair; pairs with a NaN are left out.
+
+    With fewer than two pairs the interval is NaN. Raises ValueError if the lists are not equally
+    long, or have more pairs than the table of t.
+    """
+    pairs = []
+    for first, second in zip(base, other, strict=True):
+        if math.isfinite(first) and math.isfinite(second):
+            pairs.append(second - first)
+    n = len(pairs)
+    if n > len(T_95) + 1:
+        raise ValueError(f"{n} pairs: the table of Student's t ends at {len(T_95) + 1}")
+    if n < 2:
+        return Difference(statistics.fmean(pairs) if pairs else math.nan, math.nan, math.nan, n)
+    mean = statistics.fmean(pairs)
+    half = T_95[n - 2] * statistics.stdev(pairs) / n**0.5
+    return Difference(mean, mean - half, mean + half, n)
+
+
+def column(rows: pd.DataFrame, arm: str, rate: str, step: int, name: str = "loss") -> list[float]:
+    """Return a column of some rows after so many steps, in order of seeds.
+
+    Raises ValueError if there is none.
+    """
+    found = rows[(rows.arm == arm) & (rows.rate == rate) & (rows.step == step)]
+    if found.empty:
+        raise ValueError(f"no {arm!r} at the {rate} rate after {step} steps")
+    return found.sort_values("seed")[name].tolist()
+
+
+def read(path: Path = RECORD) -> tuple[dict[str, str], pd.DataFrame]:
+    """Return what the record was made with, and its rows: see `run_one`."""
+    record = read_record(path)
+    return record.facts, record.losses
