@@ -24,6 +24,7 @@ _MODULES = {
     "capstone": "training.capstone",
     "checks": "checks",
     "convergence": "training.convergence",
+    "eight_bits": "techniques.eight_bits",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
     "play": "exhibits.play",
@@ -33,6 +34,7 @@ _MODULES = {
     "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
+    "stability": "training.stability",
 }
 _NAMES = {
     "config.card": ("CONTEXT_GIB",),
@@ -87,7 +89,7 @@ _NAMES = {
     "training.experiment": ("run_experiment",),
     "training.experiments": ("run_experiments",),
     "training.gradients": ("compare_gradients", "full_gradient", "window_gradient"),
-    "training.loop": ("to_device", "train"),
+    "training.loop": ("evaluate", "to_device", "train"),
     "training.paired": ("paired_difference",),
     "training.records": ("find_runs", "load_record", "reference_runs"),
     "training.speed": ("flops_per_token",),

@@ -14,6 +14,7 @@ from labutils.checks import (
     capstone,
     checkpoint_code,
     checkpointing,
+    eight_bits,
     mixed_precision,
     profiling,
     scaler,
@@ -33,6 +34,7 @@ NOTEBOOKS = (
     capstone,
     scaler,
     speed,
+    eight_bits,
 )
 EXERCISES: dict[str, Callable[..., None]] = {}
 for module in NOTEBOOKS:
