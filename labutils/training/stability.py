@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
+from torch import nn
 
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
@@ -21,7 +24,8 @@ from labutils.files import REFERENCE_DIR
 from labutils.techniques.schedule import learning_rate_at
 from labutils.training.convergence import read_record
 from labutils.training.loop import train
-from labutils.workload.build import build_data, build_workload
+from labutils.training.records import RunRecord
+from labutils.workload.build import Workload, build_data, build_workload
 
 RECORD = REFERENCE_DIR / "stability.csv"
 STEPS, EVERY, WARMUP_STEPS = 64, 8, 8
@@ -38,26 +42,62 @@ ARMS = {
 RATES = {"small": 1e-4, "usual": 1e-3, "far too high": 3.0}
 
 
-def config_of(arm: str, rate: str, seed: int, steps: int = STEPS) -> Config:
-    """Return the config of one run: GPT-2 nano, 4 sequences of 32 tokens a step, no dropout."""
+def config_of(arm: str, rate: str, seed: int, steps: int = STEPS, **changes: Any) -> Config:
+    """Return the config of one run: GPT-2 nano, 4 sequences of 32 tokens a step, no dropout.
+
+    `changes` override it.
+    """
     precision, optimizer, _ = ARMS[arm]
-    return load_config(
-        "accumulation",
-        name=arm,
-        seed=seed,
-        model="gpt2-nano",
-        seq_len=32,
-        micro_batch_size=4,
-        tokens_per_step=128,
-        steps=steps,
-        learning_rate=RATES[rate],
-        lr_schedule="constant",
-        lr_warmup_steps=min(WARMUP_STEPS, steps - 1),
-        precision=precision,
-        optimizer=optimizer,
-        growth_interval=GROWTH_INTERVAL,
-        dropout=0.0,  # stochastic rounding draws from the same generator
+    options = {
+        "name": arm,
+        "seed": seed,
+        "model": "gpt2-nano",
+        "seq_len": 32,
+        "micro_batch_size": 4,
+        "tokens_per_step": 128,
+        "steps": steps,
+        "learning_rate": RATES[rate],
+        "lr_schedule": "constant",
+        "lr_warmup_steps": min(WARMUP_STEPS, steps - 1),
+        "precision": precision,
+        "optimizer": optimizer,
+        "growth_interval": GROWTH_INTERVAL,
+        "dropout": 0.0,  # stochastic rounding draws from the same generator
+    }
+    return load_config("accumulation", **(options | changes))
+
+
+def run_config(
+    config: Config, device: torch.device, change: Callable[[nn.Module], object] | None = None
+) -> tuple[Workload, RunRecord]:
+    """Train a config with all its steps, even where its precision is slow; the record is unsaved.
+
+    `change(model)` is called before. Raises PrecisionUnsupported.
+    """
+    config = config.on(device.type)
+    work = build_workload(config, device, build_data(config))
+    if change:
+        change(work.model)
+    rate = partial(
+        learning_rate_at,
+        highest=config.learning_rate,
+        schedule=config.lr_schedule,
+        warmup_steps=config.lr_warmup_steps,
+        steps=config.steps,
     )
+    record = train(
+        work.model,
+        work.data.batches,
+        work.loss_fn,
+        work.optimizer,
+        steps=config.steps,
+        precision=config.precision,
+        scaler=work.scaler,
+        max_grad_norm=config.max_grad_norm,
+        learning_rate_at=rate,
+        progress=False,
+    )
+    return work, record
 
 
 def run_one(
@@ -71,27 +111,7 @@ def run_one(
     """
     if steps <= 0 or steps % EVERY:
         raise ValueError(f"{steps} steps are no multiple of {EVERY}")
-    config = config_of(arm, rate, seed, steps).on(device.type)
-    data = build_data(config)
-    work = build_workload(config, device, data)
-    record = train(
-        work.model,
-        data.batches,
-        work.loss_fn,
-        work.optimizer,
-        steps=steps,
-        precision=config.precision,
-        scaler=work.scaler,
-        max_grad_norm=config.max_grad_norm,
-        learning_rate_at=partial(
-            learning_rate_at,
-            highest=config.learning_rate,
-            schedule=config.lr_schedule,
-            warmup_steps=config.lr_warmup_steps,
-            steps=steps,
-        ),
-        progress=False,
-    )
+    _, record = run_config(config_of(arm, rate, seed, steps), device)
     return rows_of(arm, rate, seed, record.series.loss, record.series.skipped, steps)
 
 
@@ -128,6 +148,11 @@ class Difference:
         if self.low <= 0 <= self.high or math.isnan(self.low):
             return "cannot tell"
         return "higher" if self.mean > 0 else "lower"
+
+
+def agrees(rerun: Difference, recorded: Difference) -> bool:
+    """Return whether the two intervals overlap, so that both can have the same true mean."""
+    return rerun.low <= recorded.high and recorded.low <= rerun.high
 
 
 # Student's t for 95 % of both sides, by degrees of freedom from 1 on.
