@@ -8,7 +8,7 @@ import torch
 from tests.solutions.answers import Solution, broken
 
 NOTEBOOK = "further/eight_bits.ipynb"
-SECRETS = r"unflatten|clamp\(min=1e|largest == 0"  # what neither hints nor the notebook may say
+SECRETS = r"unflatten|largest == 0"  # what neither hints nor the notebook may say
 
 
 def blocks_of(x, block):
