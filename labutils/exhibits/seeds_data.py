@@ -12,7 +12,9 @@ from labutils.plotting import bands
 from labutils.training import stability
 
 
-def seeds(other: str = "pure_bf16", base: str = "fp32", rate: str = "small") -> Exhibit:
+def seeds(
+    other: str = stability.ROUNDED_TO_NEAREST, base: str = stability.BASE, rate: str = "small"
+) -> Exhibit:
     """Return an exhibit: recorded runs of five precisions, and whether two of them differ."""
     return make_exhibit(
         "seeds",

@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from torch import nn
 
+from labutils.config.choices import PRECISIONS
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
@@ -30,15 +31,31 @@ from labutils.workload.build import Workload, build_data, build_workload
 RECORD = REFERENCE_DIR / "stability.csv"
 STEPS, EVERY, WARMUP_STEPS = 64, 8, 8
 GROWTH_INTERVAL = 8  # torch's is 2000: a short run then meets what a long one meets
-BASE = "fp32"
-# {arm: (precision, optimizer, words)}. The last two differ in how weights and moments are rounded.
-ARMS = {
-    BASE: ("fp32", "adamw", "FP32"),
-    "fp16": ("fp16", "adamw", "FP16 autocast, scaler"),
-    "bf16": ("bf16", "adamw", "BF16 autocast"),
-    "pure_bf16": ("pure_bf16", "adamw", "pure BF16, to nearest"),
-    "pure_bf16_sr": ("pure_bf16", "adamw_bf16", "pure BF16, stochastic"),
-}
+BASE = next(iter(PRECISIONS))
+
+
+def _arms() -> dict[str, tuple[str, str, str]]:
+    """Return {arm: (precision, optimizer, words)}: all precisions that every device computes.
+
+    Where weights have 16 bits there are two, which differ in how weights and moments are rounded.
+    """
+    arms = {}
+    for row in PRECISIONS.values():
+        words = row.name.removeprefix("pure_").upper()
+        if row.not_on_cpu:
+            continue
+        if row.autocast:
+            words += " autocast, scaler" if row.loss_scale else " autocast"
+        if not row.is_16bit or row.autocast:
+            arms[row.name] = (row.name, "adamw", words)
+        else:
+            arms[row.name] = (row.name, "adamw", f"pure {words}, to nearest")
+            arms[f"{row.name}_sr"] = (row.name, "adamw_bf16", f"pure {words}, stochastic")
+    return arms
+
+
+ARMS = _arms()
+ROUNDED_TO_NEAREST = list(ARMS)[-2]
 RATES = {"small": 1e-4, "usual": 1e-3, "far too high": 3.0}
 
 
