@@ -125,6 +125,18 @@ def test_the_shipped_record_is_whole_and_names_its_hardware():
         assert f"{rate} {value:g}" in facts["rates"]
 
 
+def test_the_shipped_record_says_what_the_notebook_says_of_it():
+    _, rows = stability.read()
+    verdicts = {}
+    for arm in stability.ARMS:
+        pair = [stability.column(rows, one, "small", stability.STEPS) for one in ("fp32", arm)]
+        verdicts[arm] = stability.difference(*pair).verdict
+    assert verdicts["bf16"] == verdicts["pure_bf16_sr"] == "cannot tell"
+    assert verdicts["pure_bf16"] == verdicts["fp16"] == "higher"
+    skipped = stability.column(rows, "fp16", "far too high", stability.STEPS, "skipped")
+    assert statistics.fmean(skipped) > stability.STEPS / 2
+
+
 def test_a_short_rerun_agrees_with_the_shipped_record(runs):
     """Versions and texts differ between machines; the paired difference does not."""
     _, recorded = stability.read()
