@@ -26,6 +26,7 @@ _MODULES = {
     "checks": "checks",
     "convergence": "training.convergence",
     "exchange": "training.exchange",
+    "eight_bits": "techniques.eight_bits",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
     "play": "exhibits.play",
@@ -37,6 +38,7 @@ _MODULES = {
     "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
+    "stability": "training.stability",
 }
 _NAMES = {
     "config.card": ("CONTEXT_GIB",),
@@ -92,7 +94,7 @@ _NAMES = {
     "training.experiment": ("run_experiment",),
     "training.experiments": ("run_experiments",),
     "training.gradients": ("compare_gradients", "full_gradient", "window_gradient"),
-    "training.loop": ("to_device", "train"),
+    "training.loop": ("evaluate", "to_device", "train"),
     "training.paired": ("paired_difference",),
     "training.records": ("find_runs", "load_record", "reference_runs"),
     "training.speed": ("flops_per_token",),

@@ -59,6 +59,7 @@ from labutils.prediction.time import predict_time as predict_time
 from labutils.session import explain_in_notebooks as explain_in_notebooks
 from labutils.session import setup as setup
 from labutils.techniques import autocast_dtypes as autocast_dtypes
+from labutils.techniques import eight_bits as eight_bits
 from labutils.techniques import float_formats as _float_formats
 from labutils.techniques import precision as precision
 from labutils.techniques import rounding as rounding
@@ -77,6 +78,7 @@ from labutils.training import processes as processes
 from labutils.training import profiles as profiles
 from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
+from labutils.training import stability as stability
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table
 from labutils.training.compare import compare as compare
@@ -86,6 +88,7 @@ from labutils.training.experiments import run_experiments as run_experiments
 from labutils.training.gradients import compare_gradients as compare_gradients
 from labutils.training.gradients import full_gradient as full_gradient
 from labutils.training.gradients import window_gradient as window_gradient
+from labutils.training.loop import evaluate as evaluate
 from labutils.training.loop import to_device as to_device
 from labutils.training.loop import train as train
 from labutils.training.paired import paired_difference as paired_difference

@@ -21,10 +21,12 @@ RETOLD = [
 FURTHER = [
     "accumulation",
     "checkpointing",
+    "eight_bits",
     "numerics",
     "scaler",
     "several_processes",
     "speed",
+    "stability",
 ]
 WITH_FURTHER = [*RETOLD, *(f"further/{name}.ipynb" for name in FURTHER)]
 GUESS = re.compile(r'lab\.guess\("(\w+)", (f?"[^"]*")\)')

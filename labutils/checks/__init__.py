@@ -14,6 +14,7 @@ from labutils.checks import (
     capstone,
     checkpoint_code,
     checkpointing,
+    eight_bits,
     mixed_precision,
     numerics,
     profiling,
@@ -35,6 +36,7 @@ NOTEBOOKS = (
     numerics,
     scaler,
     speed,
+    eight_bits,
 )
 EXERCISES: dict[str, Callable[..., None]] = {}
 for module in NOTEBOOKS:

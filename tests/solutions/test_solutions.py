@@ -19,6 +19,7 @@ from labutils.checks.quiz import QUIZZES
 from labutils.tools.grade import grade
 from tests.helpers import committed
 from tests.solutions import (
+    further_eight_bits,
     further_numerics,
     further_scaler,
     further_speed,
@@ -30,7 +31,8 @@ from tests.solutions import (
 )
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
-NOTEBOOKS += (further_numerics, further_scaler, further_speed, notebook_capstone)
+NOTEBOOKS += (further_eight_bits, further_numerics, further_scaler, further_speed)
+NOTEBOOKS += (notebook_capstone,)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 
