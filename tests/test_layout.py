@@ -37,6 +37,7 @@ MAY_IMPORT_LATE = (  # the command line, which must answer at once
     "tools/cli.py",
     "tools/commands.py",
     "tools/commands_grade.py",
+    "tools/commands_grade.py",
     "tools/commands_predict.py",
     "tools/commands_runs.py",
 )

@@ -13,16 +13,9 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from labutils.tools.grading.judge import (
-    IS_FORKED,
-    PROCESSES,
-    Limits,
-    Outcome,
-    given,
-    judge,
-    warm_up,
-)
+from labutils.tools.grading.judge import given, judge, warm_up
 from labutils.tools.grading.notebook import Cut, given_of
+from labutils.tools.grading.process import IS_FORKED, PROCESSES, Limits, Outcome
 from labutils.tools.grading.submissions import Task
 
 BATCHES_PER_WORKER = 4  # of one exercise, so that the last ones still share the cores
