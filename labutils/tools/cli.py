@@ -14,7 +14,7 @@ from pathlib import Path
 
 from labutils.config.cards import CARDS
 from labutils.config.schema import ConfigError
-from labutils.tools import commands, commands_predict, commands_runs
+from labutils.tools import commands, commands_grade, commands_predict, commands_runs
 
 DESCRIPTION = "Run, compare, predict and check experiments; look at this machine; run the notebooks"
 CONFIG = "a YAML file, or a short name such as bf16"
@@ -175,11 +175,17 @@ def _add_course(add: Add) -> None:
         help="execute nothing: write copies without outputs, for a class",
     )
 
-    grade = add("grade", commands.grade, "score the exercises of submitted notebooks")
+    grade = add("grade", commands_grade.grade, "score the exercises of submitted notebooks")
     grade.add_argument("folder", type=Path)
     grade.add_argument("--csv", action="store_true", help="print CSV")
-    grade.add_argument("--seconds", type=float, default=180, help="for one notebook (180)")
-    grade.add_argument("--memory-gib", type=float, default=6, help="for one notebook, on Linux (6)")
+    grade.add_argument("--out", type=Path, help="where tables and pages go (runs/grades/FOLDER)")
+    grade.add_argument("--points", type=Path, help="YAML file: exercise: points")
+    grade.add_argument(
+        "--seconds", type=float, default=30, help="of processor time for one answer (30)"
+    )
+    grade.add_argument("--memory-gib", type=float, default=6, help="for one answer, on Linux (6)")
+    grade.add_argument("--at-once", type=int, help="answers judged at once (one for each core)")
+    grade.add_argument("--no-capstone", action="store_true", help="train no twins")
 
 
 def _add_bench(add: Add) -> None:

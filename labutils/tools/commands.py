@@ -1,4 +1,4 @@
-"""Commands on config files (check, new, export) and on the course (doctor, labs, grade, bench).
+"""Commands on config files (check, new, export) and on the course (doctor, labs, bench).
 
 Each takes the parsed options and returns an exit code. What needs torch is imported late.
 """
@@ -196,22 +196,6 @@ def labs(options: argparse.Namespace) -> int:
 
         print(f"wrote {save_all()}")
     return code
-
-
-def grade(options: argparse.Namespace) -> int:
-    """Print a table of the exercises that were solved."""
-    from labutils.tools.grade import grade_folder
-
-    try:
-        table = grade_folder(options.folder, options.seconds, options.memory_gib)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if options.csv:
-        print(table.to_csv(index=False), end="")
-    else:
-        print(table.to_string(index=False))
-    return 0
 
 
 def bench(options: argparse.Namespace) -> int:

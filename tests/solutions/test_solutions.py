@@ -16,7 +16,7 @@ from labutils import checks
 from labutils.checks.accumulation import INNOCENT, LATE_LINE
 from labutils.checks.epoch_trials import judge_epoch
 from labutils.checks.quiz import QUIZZES
-from labutils.tools.grade import grade
+from labutils.tools.grading.grade import grade_folder
 from tests.helpers import committed
 from tests.solutions import (
     further_eight_bits,
@@ -258,7 +258,8 @@ def test_the_grader_scores_answers_that_are_code(tmp_path, notebook, places):
                 answered = f"{helpers}\n{inspect.getsource(answer)}\n{use}"
                 cell.source = cell.source.replace(line, answered)
     nbformat.write(body, tmp_path / "answered.ipynb")
-    verdicts = {one.exercise: one.verdict for one in grade(tmp_path / "answered.ipynb")}
+    table = grade_folder(tmp_path)
+    verdicts = dict(zip(table.exercise, table.verdict, strict=True))
     right = {name for name, found in verdicts.items() if found == "right"}
     assert right == {start.partition(" ")[0].replace("chosen", "budget") for start in places}
     assert set(verdicts.values()) == {"right", "open"}
