@@ -18,6 +18,7 @@ from labutils.checks import (
     profiling,
     scaler,
     speed,
+    where_time_goes,
 )
 from labutils.checks.core import collect_verdicts, exercises_in
 from labutils.checks.quiz import self_test
@@ -33,6 +34,7 @@ NOTEBOOKS = (
     capstone,
     scaler,
     speed,
+    where_time_goes,
 )
 EXERCISES: dict[str, Callable[..., None]] = {}
 for module in NOTEBOOKS:

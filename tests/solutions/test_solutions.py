@@ -21,6 +21,7 @@ from tests.helpers import committed
 from tests.solutions import (
     further_scaler,
     further_speed,
+    further_where_time_goes,
     notebook_01,
     notebook_02,
     notebook_03,
@@ -29,7 +30,7 @@ from tests.solutions import (
 )
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
-NOTEBOOKS += (further_scaler, further_speed, notebook_capstone)
+NOTEBOOKS += (further_scaler, further_speed, further_where_time_goes, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 
