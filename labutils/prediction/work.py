@@ -126,13 +126,14 @@ def work_of(
     formula = flop_registry.get(operation.overloadpacket)
     if formula:
         work.flops = int(formula(*args, **kwargs, out_val=out))
-        work.kind = PRODUCT
-    if "attention" in name:
+    if work.kind in ATTENTION_KINDS:
         _describe_attention(work, name, operation, args, kwargs, outputs)
-    elif formula and outputs[0].ndim >= 2:
-        *batch, rows, columns = outputs[0].shape
-        work.shape = (math.prod(batch), rows, columns)
-        work.kind = BATCHED if batch else PRODUCT
+    elif formula:
+        work.kind = PRODUCT
+        if outputs[0].ndim >= 2:
+            *batch, rows, columns = outputs[0].shape
+            work.shape = (math.prod(batch), rows, columns)
+            work.kind = BATCHED if batch else PRODUCT
     return work
 
 
