@@ -56,7 +56,7 @@ def test_a_products_flop_and_bytes_are_those_of_its_shape():
     assert len(shaped) > 8
     with_bias = 1.1  # a bias is read as well
     for row in shaped.itertuples():
-        assert row.GFLOP == pytest.approx(row.calls * shapes.flops(row.shape) / 1e9)
+        assert pytest.approx(row.calls * shapes.flops(row.shape) / 1e9) == row.GFLOP
         moved = row.calls * shapes.n_bytes(row.shape, torch.bfloat16)
         assert moved * 0.999 <= row.GB * 1e9 <= moved * with_bias
         assert row.intensity == pytest.approx(row.GFLOP / row.GB)
