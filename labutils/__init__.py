@@ -35,6 +35,8 @@ _MODULES = {
     "processes": "training.processes",
     "profiles": "training.profiles",
     "rounding": "techniques.rounding",
+    "roofline": "prediction.roofline",
+    "shapes": "training.shapes",
     "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
@@ -61,6 +63,7 @@ _NAMES = {
     "memory.ledger": ("gib", "mib"),
     "memory.measure": ("measure_step",),
     "memory.snapshot_page": ("snapshot_kinds", "snapshot_page"),
+    "memory.transfer": ("copy_gb_per_s",),
     "memory.tensors": (
         "flat_gradient",
         "kept_by_kind",
@@ -73,7 +76,7 @@ _NAMES = {
     "prediction.fit": ("fit",),
     "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory"),
     "prediction.module": ("predict_module",),
-    "prediction.published": ("published",),
+    "prediction.published": ("config_of_row", "published"),
     "prediction.selective": ("WithPolicy", "half_of_squares", "policy_cost"),
     "prediction.sizes": (
         "fitting",
@@ -85,6 +88,7 @@ _NAMES = {
     "prediction.time": ("predict_module_time", "predict_time"),
     "session": ("explain_in_notebooks", "setup"),
     "techniques.checkpointing": ("set_checkpointing",),
+    "techniques.compiling": ("CompiledLoss",),
     "techniques.loss": ("count_targets", "lm_loss_sum"),
     "techniques.optimizers": ("round_stochastically",),
     "techniques.precision": ("autocast", "tf32"),
@@ -98,9 +102,11 @@ _NAMES = {
     "training.paired": ("paired_difference",),
     "training.records": ("find_runs", "load_record", "reference_runs"),
     "training.speed": ("flops_per_token",),
+    "training.waiting": ("waits",),
     "workload.build": ("build",),
     "workload.data": ("batches", "load_corpus", "padded_batches", "padded_window", "sequences"),
     "workload.gpt2": ("build_model",),
+    "workload.slow_source": ("SlowSource",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted([*_MODULES, *_MODULE_OF])

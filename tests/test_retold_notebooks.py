@@ -27,6 +27,7 @@ FURTHER = [
     "several_processes",
     "speed",
     "stability",
+    "where_time_goes",
 ]
 WITH_FURTHER = [*RETOLD, *(f"further/{name}.ipynb" for name in FURTHER)]
 GUESS = re.compile(r'lab\.guess\("(\w+)", (f?"[^"]*")\)')

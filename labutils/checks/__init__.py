@@ -20,6 +20,7 @@ from labutils.checks import (
     profiling,
     scaler,
     speed,
+    where_time_goes,
 )
 from labutils.checks.core import collect_verdicts, exercises_in
 from labutils.checks.quiz import self_test
@@ -37,6 +38,7 @@ NOTEBOOKS = (
     scaler,
     speed,
     eight_bits,
+    where_time_goes,
 )
 EXERCISES: dict[str, Callable[..., None]] = {}
 for module in NOTEBOOKS:

@@ -23,6 +23,7 @@ from tests.solutions import (
     further_numerics,
     further_scaler,
     further_speed,
+    further_where_time_goes,
     notebook_01,
     notebook_02,
     notebook_03,
@@ -32,7 +33,7 @@ from tests.solutions import (
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
 NOTEBOOKS += (further_eight_bits, further_numerics, further_scaler, further_speed)
-NOTEBOOKS += (notebook_capstone,)
+NOTEBOOKS += (further_where_time_goes, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 
