@@ -22,6 +22,7 @@ from labutils.tools.grading.tampering import TamperingError, watch
 # A fork has imported all already and takes milliseconds; where there is none, each starts anew.
 PROCESSES = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 IS_FORKED = PROCESSES.get_start_method() == "fork"
+MOST_FILES = 4096
 WAIT_FACTOR = 6  # seconds on the clock for one of processor time
 
 
@@ -132,7 +133,7 @@ def _child(
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
-            _enter(limits, folder)
+            _enter(limits, folder, sender.fileno())
             watch(limits.closed, tell)
             found = work(*arguments)
         except TamperingError as error:
@@ -150,13 +151,16 @@ def _child(
         os.chdir(os.sep)
 
 
-def _enter(limits: Limits, folder: str) -> None:
+def _enter(limits: Limits, folder: str, channel: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
     os.chdir(folder)
     os.environ |= {"LABUTILS_RUNS": folder, "MPLBACKEND": "Agg"}
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
+    if IS_FORKED:  # what the judge has open is none of a submission's business
+        os.closerange(3, channel)
+        os.closerange(channel + 1, MOST_FILES)
     if sys.platform == "linux":
         import resource
 

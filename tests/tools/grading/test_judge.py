@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def test_the_row_says_when_time_or_memory_and_not_the_answer_was_the_reason(monk
     assert "on the clock" in asleep.reason and not asleep.is_final
     hungry = judged("leak", "x = bytearray(4 * 2**30)")
     assert "GiB of memory" in hungry.reason and not hungry.is_final
+
+
+@on_linux
+def test_what_the_judge_has_open_is_closed_to_a_submission(tmp_path):
+    with (tmp_path / "verdicts").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        found = judged("leak", f"import os\nos.write({file.fileno()}, b'right')\nx = 1")
+    assert "Bad file descriptor" in found.reason
+    assert (tmp_path / "verdicts").read_text() == ""
 
 
 @on_linux
