@@ -181,10 +181,13 @@ def _add_course(add: Add) -> None:
     grade.add_argument("--out", type=Path, help="where tables and pages go (runs/grades/FOLDER)")
     grade.add_argument("--points", type=Path, help="YAML file: exercise: points")
     grade.add_argument(
-        "--seconds", type=float, default=30, help="of processor time for one answer (30)"
+        "--seconds", type=float, default=10, help="of processor time for one answer (10)"
     )
     grade.add_argument("--memory-gib", type=float, default=6, help="for one answer, on Linux (6)")
     grade.add_argument("--at-once", type=int, help="answers judged at once (one for each core)")
+    grade.add_argument(
+        "--retry", action="store_true", help="judge again what ran out of time or memory"
+    )
     grade.add_argument("--no-capstone", action="store_true", help="train no twins")
 
 

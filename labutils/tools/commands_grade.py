@@ -34,6 +34,7 @@ def grade(options: argparse.Namespace) -> int:
             points=read_points(options.points or POINTS),
             n_at_once=options.at_once,
             with_capstone=not options.no_capstone,
+            retry=options.retry,
             progress=_progress,
         )
     except (ValueError, OSError) as error:

@@ -59,11 +59,13 @@ def grade_folder(
     points: Mapping[str, float] | None = None,
     n_at_once: int | None = None,
     with_capstone: bool = True,
+    retry: bool = False,
     progress: Callable[[Sequence], Callable[[str], object]] | None = None,
 ) -> pd.DataFrame:
     """Return a table with a row for each exercise of each submission in a folder.
 
-    Verdicts are kept in the file `kept`, and not judged again. Raises ValueError.
+    Verdicts are kept in the file `kept`, and not judged again. `retry` judges those again for which
+    time or memory was the reason. Raises ValueError.
     """
     points = read_points() if points is None else points
     limits = limits or Limits()
@@ -72,7 +74,7 @@ def grade_folder(
     paths = notebooks_in(folder)
     tasks = [task for path in paths for task in tasks_of(path, folder)]
     tasks = [task for task in tasks if points.get(task.exercise, 1) > 0]
-    outcomes = Kept(kept)
+    outcomes = Kept(kept, retry)
     new = {task.key for task in tasks if task.outcome is None} - set(outcomes.outcomes)
     tell = progress(sorted(new)) if progress else lambda exercise: None
     judge_all(tasks, limits, outcomes, n_at_once or at_once(), tell)

@@ -30,7 +30,7 @@ WAIT_FACTOR = 6  # seconds on the clock for one of processor time
 class Limits:
     """What one answer may use: seconds of processor time, GiB (both on Linux only); what not."""
 
-    seconds: float = 30
+    seconds: float = 10
     memory_gib: float = 6
     closed: tuple[Path, ...] = ()
 

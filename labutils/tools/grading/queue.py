@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -23,14 +24,19 @@ SMALLEST_BATCH = 20  # each computes anew what the course gives
 
 
 class Kept:
-    """Outcomes by key, in a file with a line for each: what a run that ended left is there."""
+    """Outcomes by key, in a file with a line for each: what a run that ended left is there.
 
-    def __init__(self, path: Path | None) -> None:
+    With `retry`, those for which time or memory was the reason are forgotten.
+    """
+
+    def __init__(self, path: Path | None, retry: bool = False) -> None:
         self.path = path
         self.outcomes: dict[str, Outcome] = {}
         if path is not None and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 self._read(line)
+        if retry:
+            self.outcomes = {key: one for key, one in self.outcomes.items() if one.is_final}
 
     def _read(self, line: str) -> None:
         try:
@@ -40,9 +46,9 @@ class Kept:
             return  # the last line of a run that was killed while it wrote
 
     def add(self, key: str, outcome: Outcome) -> None:
-        """Keep an outcome; only final ones outlive this run."""
+        """Keep an outcome."""
         self.outcomes[key] = outcome
-        if self.path is not None and outcome.is_final:
+        if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([key, asdict(outcome)]) + "\n")
 
@@ -119,6 +125,8 @@ def _judge_batch(
     exercise: str, answers: Sequence, limits: Limits, sender: Connection, parent: int
 ) -> None:
     """Judge answers to one exercise, one after the other, in a process that all of them fork."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # and it ends its own
     course, arguments = given_of(exercise), None
     if IS_FORKED:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

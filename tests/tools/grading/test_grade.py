@@ -17,7 +17,7 @@ from labutils.tools.grading import export, pages, queue
 from labutils.tools.grading.grade import COLUMNS, grade_folder, read_points
 from labutils.tools.grading.judge import given, judge
 from labutils.tools.grading.notebook import given_of
-from labutils.tools.grading.process import Limits
+from labutils.tools.grading.process import Limits, Outcome
 from labutils.tools.grading.similar import alike
 from labutils.tools.grading.submissions import Task, tasks_of
 from tests.helpers import slow
@@ -104,6 +104,14 @@ def test_a_run_that_is_killed_leaves_what_it_has_judged(tmp_path):
     run.join()
     _, values = json.loads(kept.read_text().splitlines()[0])
     assert values["verdict"] == "right"
+
+
+def test_what_ran_out_of_time_is_judged_again_on_demand_only(tmp_path):
+    kept = queue.Kept(tmp_path / "kept.jsonl")
+    kept.add("slow", Outcome("failed", "time", is_final=False))
+    kept.add("done", Outcome("right", share=1.0))
+    assert set(queue.Kept(kept.path).outcomes) == {"slow", "done"}
+    assert set(queue.Kept(kept.path, retry=True).outcomes) == {"done"}
 
 
 def test_many_at_once_judge_as_one_by_one_does(tmp_path):
