@@ -113,7 +113,11 @@ def course() -> dict[Path, list[str]]:
 def expected(cells: Sequence[str]) -> list[str]:
     """Return the exercises of the course's notebook that these cells share most with."""
     have = set(exercises_of(cells))
-    return max((exercises_of(own) for own in course().values()), key=lambda own: len(have & {*own}))
+
+    def shared(own: list[str]) -> tuple[int, int]:
+        return len(have & set(exercises_of(own))), len(set(cells) & set(own))
+
+    return exercises_of(max(course().values(), key=shared))
 
 
 def own_call(exercise: str) -> tuple[list[str], Call]:

@@ -75,6 +75,13 @@ def test_a_renamed_notebook_is_known_by_its_exercises(tmp_path):
             assert [task.exercise for task in tasks_of(tmp_path / "mine.ipynb", tmp_path)] == own
 
 
+def test_a_notebook_that_lost_its_checks_is_known_by_its_other_cells():
+    for cells in notebook.course().values():
+        own = notebook.exercises_of(cells)
+        left = [cell for cell in cells if not notebook.exercises_of([cell])]
+        assert notebook.expected(left) == own
+
+
 def test_whose_a_file_is(tmp_path):
     def student(name: str) -> tuple[str, str]:
         return student_of(tmp_path / name, tmp_path)
