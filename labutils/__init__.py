@@ -35,6 +35,7 @@ _MODULES = {
     "processes": "training.processes",
     "profiles": "training.profiles",
     "rounding": "techniques.rounding",
+    "sharding": "training.sharding",
     "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
@@ -44,6 +45,7 @@ _NAMES = {
     "config.card": ("CONTEXT_GIB",),
     "config.cards": ("CARDS",),
     "config.choices": ("MODELS",),
+    "config.deepspeed": ("deepspeed_problems",),
     "config.reader": ("load_config",),
     "config.schema": ("Config", "ConfigError"),
     "guesses": ("answer", "guess", "scores"),
@@ -74,6 +76,7 @@ _NAMES = {
     "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory"),
     "prediction.module": ("predict_module",),
     "prediction.published": ("published",),
+    "prediction.sharded": ("bus_seconds", "host_bytes", "sharded"),
     "prediction.selective": ("WithPolicy", "half_of_squares", "policy_cost"),
     "prediction.sizes": (
         "fitting",

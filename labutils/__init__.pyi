@@ -5,6 +5,7 @@ from labutils import plotting as plotting
 from labutils.config.card import CONTEXT_GIB as CONTEXT_GIB
 from labutils.config.cards import CARDS as CARDS
 from labutils.config.choices import MODELS as MODELS
+from labutils.config.deepspeed import deepspeed_problems as deepspeed_problems
 from labutils.config.reader import load_config as load_config
 from labutils.config.schema import Config as Config
 from labutils.config.schema import ConfigError as ConfigError
@@ -49,6 +50,9 @@ from labutils.prediction.published import published as published
 from labutils.prediction.selective import WithPolicy as WithPolicy
 from labutils.prediction.selective import half_of_squares as half_of_squares
 from labutils.prediction.selective import policy_cost as policy_cost
+from labutils.prediction.sharded import bus_seconds as bus_seconds
+from labutils.prediction.sharded import host_bytes as host_bytes
+from labutils.prediction.sharded import sharded as sharded
 from labutils.prediction.sizes import fitting as fitting
 from labutils.prediction.sizes import largest_micro_batch as largest_micro_batch
 from labutils.prediction.sizes import longest_sequence as longest_sequence
@@ -76,6 +80,7 @@ from labutils.training import exchange as exchange
 from labutils.training import ladder as ladder
 from labutils.training import processes as processes
 from labutils.training import profiles as profiles
+from labutils.training import sharding as sharding
 from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
 from labutils.training import stability as stability

@@ -25,6 +25,7 @@ FURTHER = [
     "numerics",
     "scaler",
     "several_processes",
+    "sharding",
     "speed",
     "stability",
 ]

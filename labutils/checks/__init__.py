@@ -19,6 +19,7 @@ from labutils.checks import (
     numerics,
     profiling,
     scaler,
+    sharding,
     speed,
 )
 from labutils.checks.core import collect_verdicts, exercises_in
@@ -37,6 +38,7 @@ NOTEBOOKS = (
     scaler,
     speed,
     eight_bits,
+    sharding,
 )
 EXERCISES: dict[str, Callable[..., None]] = {}
 for module in NOTEBOOKS:
