@@ -73,6 +73,7 @@ _NAMES = {
     "prediction.arithmetic": ("closed_form", "n_parameters", "static_gib"),
     "prediction.changes": ("time_cost",),
     "prediction.fit": ("fit",),
+    "prediction.large": ("predict_large",),
     "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory"),
     "prediction.module": ("predict_module",),
     "prediction.published": ("published",),

@@ -42,6 +42,7 @@ from labutils.prediction.arithmetic import n_parameters as n_parameters
 from labutils.prediction.arithmetic import static_gib as static_gib
 from labutils.prediction.changes import time_cost as time_cost
 from labutils.prediction.fit import fit as fit
+from labutils.prediction.large import predict_large as predict_large
 from labutils.prediction.memory import BatchSizes as BatchSizes
 from labutils.prediction.memory import needed_gib as needed_gib
 from labutils.prediction.memory import predict_memory as predict_memory

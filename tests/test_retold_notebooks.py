@@ -20,6 +20,7 @@ RETOLD = [
 ]
 FURTHER = [
     "accumulation",
+    "adapters",
     "checkpointing",
     "eight_bits",
     "numerics",
