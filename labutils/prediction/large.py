@@ -136,7 +136,8 @@ def llama(
         if frozen != "none":
             add_lora(model, LAYERS, RANK, dtype=dtype)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        new_name = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23
+        (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model.train()
 
 
