@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _MODULES = {
+    "adapters": "techniques.adapters",
     "allocator": "prediction.allocator",
     "arithmetic": "prediction.arithmetic",
     "autocast_dtypes": "techniques.autocast_dtypes",
@@ -26,6 +27,7 @@ _MODULES = {
     "checks": "checks",
     "convergence": "training.convergence",
     "exchange": "training.exchange",
+    "four_bits": "techniques.four_bits",
     "eight_bits": "techniques.eight_bits",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
@@ -92,6 +94,7 @@ _NAMES = {
     "techniques.loss": ("count_targets", "lm_loss_sum"),
     "techniques.optimizers": ("round_stochastically",),
     "techniques.precision": ("autocast", "tf32"),
+    "training.adapters": ("fine_tune",),
     "training.alternate": ("alternate",),
     "training.by_seed": ("seed_table",),
     "training.compare": ("compare", "readable"),

@@ -63,9 +63,11 @@ from labutils.prediction.time import predict_module_time as predict_module_time
 from labutils.prediction.time import predict_time as predict_time
 from labutils.session import explain_in_notebooks as explain_in_notebooks
 from labutils.session import setup as setup
+from labutils.techniques import adapters as adapters
 from labutils.techniques import autocast_dtypes as autocast_dtypes
 from labutils.techniques import eight_bits as eight_bits
 from labutils.techniques import float_formats as _float_formats
+from labutils.techniques import four_bits as four_bits
 from labutils.techniques import precision as precision
 from labutils.techniques import rounding as rounding
 from labutils.techniques.checkpointing import set_checkpointing as set_checkpointing
@@ -85,6 +87,7 @@ from labutils.training import sharding as sharding
 from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
 from labutils.training import stability as stability
+from labutils.training.adapters import fine_tune as fine_tune
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table
 from labutils.training.compare import compare as compare

@@ -59,7 +59,7 @@ SHAPES = {
 def predict_large(
     shape: str | Shape,
     *,
-    precision: str = "bf16",
+    precision: str,
     optimizer: str = "adamw",
     frozen: str = "none",
     checkpointing: bool = True,
@@ -72,7 +72,8 @@ def predict_large(
     `frozen` is "lora" (rank 16, all linear layers of the blocks) or "qlora" (these in NF4 too);
     `checkpointing` keeps the inputs of blocks alone. Two depths are traced. Bytes of a phase are
     affine in the depth, so they are carried on to all layers; the peak of a phase must fall at the
-    same operation at each depth. AdamW is the fused one; what the allocator reserves is not counted.
+    same operation at each depth, as it does in these shapes. AdamW is the fused one. What the
+    allocator reserves is not counted.
     Raises ValueError for an unknown size or kind of freezing.
     """
     if isinstance(shape, str):

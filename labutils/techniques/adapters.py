@@ -1,4 +1,4 @@
-"""LoRA: frozen layers with small trained matrices beside them (Hu et al. 2021, arXiv 2106.09685)."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): small trained matrices beside frozen layers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def add_lora(
 ) -> nn.Module:
     """Freeze `model`, and wrap each layer whose own name is in `names`; return the model.
 
-    `alpha` is twice the rank if it is not given; `dtype` is for layers in 4 bits. Raises ValueError if no layer has such a name.
+    `alpha` is twice the rank if it is not given; `dtype` is for layers in 4 bits.
+    Raises ValueError if no layer has such a name.
     """
     model.requires_grad_(False)
     found = []

@@ -20,7 +20,7 @@ RECIPES = [
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_few_layers_tell_the_bytes_of_all(recipe, checkpointing):
-    shape = {"micro_batch_size": 2, "seq_len": 256, "checkpointing": checkpointing}
+    shape = {"micro_batch_size": 8, "seq_len": 256, "checkpointing": checkpointing}
     found = large.predict_large(SMALL, **recipe, **shape)
     asked = {"optimizer": "adamw", "frozen": "none"} | recipe | shape
     every = large._few_layers(SMALL, n_layer=SMALL.n_layer, device="a100", **asked)
