@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,10 +22,11 @@ RECIPES = [
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_few_layers_tell_the_bytes_of_all(recipe, checkpointing):
-    shape = {"micro_batch_size": 8, "seq_len": 256, "checkpointing": checkpointing}
-    found = large.predict_large(SMALL, **recipe, **shape)
-    asked = {"optimizer": "adamw", "frozen": "none"} | recipe | shape
-    every = large._few_layers(SMALL, n_layer=SMALL.n_layer, device="a100", **asked)
+    shape = replace(large.SHAPES["7B"], n_layer=8)
+    batch = {"micro_batch_size": 1, "seq_len": 2048, "checkpointing": checkpointing}
+    found = large.predict_large(shape, **recipe, **batch)
+    asked = {"optimizer": "adamw", "frozen": "none"} | recipe | batch
+    every = large._few_layers(shape, n_layer=shape.n_layer, device="a100", **asked)
     assert found.peak_bytes == pytest.approx(every.peak_bytes, rel=0.005)
 
 
@@ -46,6 +49,6 @@ def test_frozen_weights_have_no_gradients_and_no_moments():
 
 def test_unknown_sizes_and_kinds_are_refused():
     with pytest.raises(ValueError, match=r"no shape '8B'; there are: 1\.1B"):
-        large.predict_large("8B")
+        large.predict_large("8B", precision="fp32")
     with pytest.raises(ValueError, match="none or lora or qlora; got 'dora'"):
-        large.predict_large(SMALL, frozen="dora")
+        large.predict_large(SMALL, precision="fp32", frozen="dora")
