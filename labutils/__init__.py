@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _MODULES = {
+    "adapters": "techniques.adapters",
     "allocator": "prediction.allocator",
     "arithmetic": "prediction.arithmetic",
     "autocast_dtypes": "techniques.autocast_dtypes",
@@ -26,6 +27,7 @@ _MODULES = {
     "checks": "checks",
     "convergence": "training.convergence",
     "exchange": "training.exchange",
+    "four_bits": "techniques.four_bits",
     "eight_bits": "techniques.eight_bits",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
@@ -37,6 +39,7 @@ _MODULES = {
     "rounding": "techniques.rounding",
     "roofline": "prediction.roofline",
     "shapes": "training.shapes",
+    "sharding": "training.sharding",
     "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
@@ -46,6 +49,7 @@ _NAMES = {
     "config.card": ("CONTEXT_GIB",),
     "config.cards": ("CARDS",),
     "config.choices": ("MODELS",),
+    "config.deepspeed": ("deepspeed_problems",),
     "config.reader": ("load_config",),
     "config.schema": ("Config", "ConfigError"),
     "guesses": ("answer", "guess", "scores"),
@@ -74,9 +78,11 @@ _NAMES = {
     "prediction.arithmetic": ("closed_form", "n_parameters", "static_gib"),
     "prediction.changes": ("time_cost",),
     "prediction.fit": ("fit",),
+    "prediction.large": ("predict_large",),
     "prediction.memory": ("BatchSizes", "needed_gib", "predict_memory"),
     "prediction.module": ("predict_module",),
     "prediction.published": ("config_of_row", "published"),
+    "prediction.sharded": ("bus_seconds", "host_bytes", "sharded"),
     "prediction.selective": ("WithPolicy", "half_of_squares", "policy_cost"),
     "prediction.sizes": (
         "fitting",
@@ -92,6 +98,7 @@ _NAMES = {
     "techniques.loss": ("count_targets", "lm_loss_sum"),
     "techniques.optimizers": ("round_stochastically",),
     "techniques.precision": ("autocast", "tf32"),
+    "training.adapters": ("fine_tune",),
     "training.alternate": ("alternate",),
     "training.by_seed": ("seed_table",),
     "training.compare": ("compare", "readable"),

@@ -5,6 +5,7 @@ from labutils import plotting as plotting
 from labutils.config.card import CONTEXT_GIB as CONTEXT_GIB
 from labutils.config.cards import CARDS as CARDS
 from labutils.config.choices import MODELS as MODELS
+from labutils.config.deepspeed import deepspeed_problems as deepspeed_problems
 from labutils.config.reader import load_config as load_config
 from labutils.config.schema import Config as Config
 from labutils.config.schema import ConfigError as ConfigError
@@ -43,6 +44,7 @@ from labutils.prediction.arithmetic import n_parameters as n_parameters
 from labutils.prediction.arithmetic import static_gib as static_gib
 from labutils.prediction.changes import time_cost as time_cost
 from labutils.prediction.fit import fit as fit
+from labutils.prediction.large import predict_large as predict_large
 from labutils.prediction.memory import BatchSizes as BatchSizes
 from labutils.prediction.memory import needed_gib as needed_gib
 from labutils.prediction.memory import predict_memory as predict_memory
@@ -52,6 +54,9 @@ from labutils.prediction.published import published as published
 from labutils.prediction.selective import WithPolicy as WithPolicy
 from labutils.prediction.selective import half_of_squares as half_of_squares
 from labutils.prediction.selective import policy_cost as policy_cost
+from labutils.prediction.sharded import bus_seconds as bus_seconds
+from labutils.prediction.sharded import host_bytes as host_bytes
+from labutils.prediction.sharded import sharded as sharded
 from labutils.prediction.sizes import fitting as fitting
 from labutils.prediction.sizes import largest_micro_batch as largest_micro_batch
 from labutils.prediction.sizes import longest_sequence as longest_sequence
@@ -61,9 +66,11 @@ from labutils.prediction.time import predict_module_time as predict_module_time
 from labutils.prediction.time import predict_time as predict_time
 from labutils.session import explain_in_notebooks as explain_in_notebooks
 from labutils.session import setup as setup
+from labutils.techniques import adapters as adapters
 from labutils.techniques import autocast_dtypes as autocast_dtypes
 from labutils.techniques import eight_bits as eight_bits
 from labutils.techniques import float_formats as _float_formats
+from labutils.techniques import four_bits as four_bits
 from labutils.techniques import precision as precision
 from labutils.techniques import rounding as rounding
 from labutils.techniques.checkpointing import set_checkpointing as set_checkpointing
@@ -81,9 +88,11 @@ from labutils.training import ladder as ladder
 from labutils.training import processes as processes
 from labutils.training import profiles as profiles
 from labutils.training import shapes as shapes
+from labutils.training import sharding as sharding
 from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
 from labutils.training import stability as stability
+from labutils.training.adapters import fine_tune as fine_tune
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table
 from labutils.training.compare import compare as compare

@@ -20,11 +20,13 @@ RETOLD = [
 ]
 FURTHER = [
     "accumulation",
+    "adapters",
     "checkpointing",
     "eight_bits",
     "numerics",
     "scaler",
     "several_processes",
+    "sharding",
     "speed",
     "stability",
     "where_time_goes",

@@ -19,6 +19,7 @@ from labutils.checks import (
     numerics,
     profiling,
     scaler,
+    sharding,
     speed,
     where_time_goes,
 )
@@ -39,6 +40,7 @@ NOTEBOOKS = (
     speed,
     eight_bits,
     where_time_goes,
+    sharding,
 )
 EXERCISES: dict[str, Callable[..., None]] = {}
 for module in NOTEBOOKS:

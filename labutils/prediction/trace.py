@@ -194,6 +194,8 @@ def _name_gradients(model: nn.Module, log: StorageLog) -> list[RemovableHandle]:
     """Let each gradient be named as soon as backward has finished it."""
     handles = []
     for p in model.parameters():
+        if not p.requires_grad:
+            continue  # frozen: it has no gradient
         handle = p.register_post_accumulate_grad_hook(lambda p: log.name(p.grad, GRADIENTS))
         handles.append(handle)
     return handles

@@ -22,6 +22,7 @@ from tests.solutions import (
     further_eight_bits,
     further_numerics,
     further_scaler,
+    further_sharding,
     further_speed,
     further_where_time_goes,
     notebook_01,
@@ -33,7 +34,7 @@ from tests.solutions import (
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
 NOTEBOOKS += (further_eight_bits, further_numerics, further_scaler, further_speed)
-NOTEBOOKS += (further_where_time_goes, notebook_capstone)
+NOTEBOOKS += (further_sharding, further_where_time_goes, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 

@@ -1,0 +1,45 @@
+"""Bytes of one process where several share the weights, gradients and moments, by arithmetic."""
+
+from __future__ import annotations
+
+from labutils.memory.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
+
+# From which stage of ZeRO on a category is cut into one part per process.
+CUT_FROM_STAGE = {OPTIMIZER: 1, GRADIENTS: 2, PARAMETERS: 3}
+
+
+def sharded(static: dict[str, float], n_processes: int, stage: int) -> dict[str, float]:
+    """Return the bytes by category of one process under ZeRO of a stage (0: every one has all).
+
+    `static` are the bytes of one process alone. Categories that no stage cuts stay as they are:
+    activations, for example. Not counted: what is gathered for a moment.
+    Source: Rajbhandari et al. 2020 (arXiv 1910.02054). Raises ValueError for an unknown stage.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"ZeRO has stages 1 to 3, and 0 for none; got {stage!r}")
+    parts = {}
+    for name, n_bytes in static.items():
+        is_cut = stage >= CUT_FROM_STAGE.get(name, 4)
+        parts[name] = n_bytes / n_processes if is_cut else n_bytes
+    return parts
+
+
+def host_bytes(n_parameters: float, n_gpus: int = 1, *, weights_too: bool = False) -> float:
+    """Return the RAM that DeepSpeed's own estimator asks for when it offloads AdamW's state.
+
+    16 bytes per parameter (float32 master weight, gradient, two moments), 18 with the 16-bit
+    weights there, too; then half as much again for buffers. With many GPUs on one machine the
+    model is built once in each process, in 4 bytes per parameter.
+    Source: DeepSpeed's `estimate_zero3_model_states_mem_needs` (runtime/zero/stage3.py).
+    """
+    per_parameter = 18 if weights_too else 16
+    return 1.5 * n_parameters * max(4 * n_gpus, per_parameter)
+
+
+def bus_seconds(n_parameters: float, gb_per_s: float, bytes_each_way: float = 2) -> float:
+    """Return the least seconds that a step's gradients and new weights need on the bus.
+
+    16-bit gradients go to RAM, 16-bit weights come back; `gb_per_s` is 10^9 bytes a second, one
+    way. Nothing overlaps here: with overlap a part of it is hidden.
+    """
+    return 2 * bytes_each_way * n_parameters / (gb_per_s * 1e9)

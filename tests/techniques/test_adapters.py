@@ -1,0 +1,148 @@
+"""LoRA beside frozen layers, and frozen layers in 4 bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import labutils as lab
+from labutils.memory.ledger import OPTIMIZER
+from labutils.techniques import four_bits
+from labutils.techniques.adapters import add_lora, trained
+from labutils.training.adapters import fine_tune
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return lab.sequences(32)[:80]
+
+
+def nano() -> nn.Module:
+    return lab.build_model("gpt2-nano", dropout=0.0)
+
+
+def test_adapters_change_nothing_before_training(ids):
+    with torch.no_grad():
+        plain = nano()(input_ids=ids[:2]).logits
+        assert torch.equal(add_lora(nano(), ["c_attn"], 4)(input_ids=ids[:2]).logits, plain)
+
+
+def test_only_adapters_learn(ids):
+    model = add_lora(nano(), ["c_attn", "c_fc"], 4)
+    before = copy.deepcopy(model.state_dict())
+    found = fine_tune(model, ids[:64], ids[64:], steps=4, learning_rate=1e-2, seed=0)
+    moved = {name for name, now in model.state_dict().items() if not torch.equal(now, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+    assert found.after < found.before and len(found.losses) == 4
+
+
+def test_fine_tuning_repeats_with_its_seed(ids):
+    runs = []
+    for seed in (0, 0, 1):
+        options = {"steps": 2, "learning_rate": 1e-3, "seed": seed}
+        runs.append(fine_tune(nano(), ids[:64], ids[64:], **options).losses)
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_peft_does_the_same(ids):
+    peft = pytest.importorskip("peft")
+    ours = add_lora(nano(), ["c_attn"], rank=4, alpha=8)
+    wanted = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "fan_in_fan_out": True}
+    theirs = peft.get_peft_model(
+        nano(), peft.LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM", **wanted)
+    )
+    own = [p for name, p in ours.named_parameters() if "lora_a" in name]
+    other = [p for name, p in theirs.named_parameters() if "lora_A" in name]
+    with torch.no_grad():
+        for a, b in zip(own, other, strict=True):
+            b.copy_(a)
+    losses = []
+    for model in (ours, theirs):
+        options = {"steps": 5, "learning_rate": 1e-2, "seed": 0}
+        losses.append(fine_tune(model, ids[:64], ids[64:], **options).losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(trained(parameters), foreach=False)
+
+
+def test_the_predicted_bytes_of_adapters_are_measured(ids):
+    batch = {"input_ids": ids[:4], "labels": ids[:4]}
+    model = add_lora(nano(), ["c_attn"], 8)
+    predicted = lab.predict_module(model, batch, lab.lm_loss_sum, adamw, device="cpu")
+    optimizer = adamw(model.parameters())
+    lab.lm_loss_sum(model, batch).backward()
+    optimizer.step()
+    measured = lab.measure_step(model, [batch], lab.lm_loss_sum, optimizer)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
+    n_trained = sum(p.numel() for p in trained(model.parameters()))
+    assert measured.categories[OPTIMIZER] == pytest.approx(8 * n_trained, rel=0.01)
+
+
+def test_names_and_layers_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="no layer is called q_proj"):
+        add_lora(nano(), ["q_proj"], 4)
+    with pytest.raises(TypeError, match="LayerNorm is no linear layer"):
+        add_lora(nano(), ["ln_1"], 4)
+
+
+def test_the_codes_are_those_of_bitsandbytes():
+    # its create_normal_map(): the first three, zero, and the last two
+    codes = four_bits.nf4_codes()
+    assert len(codes) == 16 and codes[7] == 0
+    known = [-1, -0.6961928, -0.5250731, 0.7229568, 1]
+    assert codes[[0, 1, 2, 14, 15]].tolist() == pytest.approx(known, abs=1e-6)
+
+
+def test_every_weight_becomes_the_nearest_code():
+    codes = four_bits.nf4_codes()
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    found = four_bits.quantize(weight, codes)
+    distances = (weight[:, :, None] - found.scales[:, None, None] * codes).abs()
+    error = (found.dequantize() - weight).abs()
+    assert torch.allclose(error, distances.amin(2), atol=1e-6)
+    assert found.packed.nbytes == weight.numel() // 2
+    with pytest.raises(ValueError, match="no whole number of blocks of 64"):
+        four_bits.quantize(torch.randn(100), codes)
+
+
+def test_double_quantisation_costs_an_eighth_of_a_bit():
+    assert four_bits.bits_per_weight(double=False) == 4.5
+    assert four_bits.bits_per_weight() == pytest.approx(4.127, abs=5e-4)
+    scales = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1
+    again = four_bits.double_quantized(scales)
+    assert again.shape == scales.shape
+    assert 0 < (again - scales).abs().max() < 0.01
+
+
+def test_a_four_bit_layer_is_its_rounded_weight_forward_and_backward():
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    layer = four_bits.FourBitLinear(weight.shape, weight)
+    x = torch.randn(3, 64, requires_grad=True)
+    layer(x).square().sum().backward()
+    plain = x.detach().clone().requires_grad_()
+    made = four_bits.FourBit(layer.packed, layer.scales, layer.codes, layer.shape).dequantize()
+    assert (made - weight).norm() < 0.12 * weight.norm()
+    (plain @ made.T).square().sum().backward()
+    assert torch.allclose(x.grad, plain.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_four_bit_layer_learns_through_its_adapter():
+    net = nn.Sequential()
+    net.add_module("first", nn.Linear(64, 64, bias=False))
+    four_bits.use_four_bits(net, ("first",))
+    add_lora(net, ["first"], 4)
+    optimizer, x = torch.optim.Adam(trained(net.parameters()), 0.05), torch.randn(16, 64)
+    losses = []
+    for _ in range(20):
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert len(trained(net.parameters())) == 2

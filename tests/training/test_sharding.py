@@ -1,0 +1,76 @@
+"""Two real processes share one training: bytes, losses, and checkpoints for other numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils.training import sharding
+from tests.helpers import slow
+
+LIKE_ONE = {"rel": 1e-5}  # float32, ten operations deep: only the order of additions differs
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[torch.Tensor]:
+    return list(lab.sequences(64)[:12].split(4))
+
+
+@pytest.fixture(scope="module")
+def alone(steps) -> sharding.SharedRun:
+    return sharding.train_shared(sharding.ONE, steps)
+
+
+@pytest.fixture(scope="module")
+def shared(steps) -> dict[str, sharding.SharedRun]:
+    return lab.processes.in_processes(2, sharding.train_in_process, sharding.WAYS, steps)
+
+
+@pytest.mark.parametrize("way", sharding.WAYS)
+def test_shared_training_has_the_losses_of_one_process(alone, shared, way):
+    assert shared[way].losses == pytest.approx(alone.losses, **LIKE_ONE)
+    assert alone.losses[-1] < alone.losses[0]
+
+
+@pytest.mark.parametrize("way", sharding.WAYS)
+def test_each_process_holds_what_is_predicted(alone, shared, way):
+    shapes = [p.shape for p in lab.build_model("gpt2-nano").parameters()]
+    n = sum(shape.numel() for shape in shapes)
+    rows = 16 * sharding.row_parts(shapes, 2)[0]
+    whole = sharding.greedy_parts([shape.numel() for shape in shapes], 2)
+    expected = {sharding.DDP: 16 * n, sharding.ZERO_1: 8 * n + 8 * max(whole)}
+    for parts in shared[way].standing:
+        assert sum(parts.values()) == pytest.approx(expected.get(way, rows), rel=0.02)
+    assert sum(alone.standing[0].values()) == pytest.approx(16 * n, rel=0.02)
+
+
+def test_what_stands_is_less_than_the_peak(shared):
+    for run in shared.values():
+        for parts, peak in zip(run.standing, run.peaks, strict=True):
+            assert peak > sum(parts.values())
+
+
+def test_a_checkpoint_of_two_processes_is_read_by_another_number(alone, steps, tmp_path):
+    start = lab.processes.in_processes
+    before = start(2, sharding.save_in_process, steps[:2], tmp_path)
+    assert before == pytest.approx(alone.losses[:2], **LIKE_ONE)
+    after = start(1, sharding.resume_in_process, steps[2:], tmp_path)
+    assert after == pytest.approx(alone.losses[2:], **LIKE_ONE)
+
+
+@slow
+def test_four_processes_read_it_too(alone, steps, tmp_path):
+    lab.processes.in_processes(2, sharding.save_in_process, steps[:2], tmp_path)
+    after = lab.processes.in_processes(4, sharding.resume_in_process, steps[2:], tmp_path)
+    assert after == pytest.approx(alone.losses[2:], **LIKE_ONE)
+
+
+def test_parts_hold_everything():
+    assert sharding.greedy_parts([5, 4, 3, 3], 2) == [8, 7]
+    assert sharding.row_parts([(5, 2), (4,)], 2) == [6 + 2, 6 + 2]  # three rows of two, two
+
+
+def test_an_unknown_way_is_refused():
+    with pytest.raises(Exception, match="none of one process, DDP"):  # as its process raised it
+        lab.processes.in_processes(1, sharding.train_in_process, ("ZeRO-9",), [])
