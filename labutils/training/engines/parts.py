@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils.config.choices import PRECISIONS
+from labutils.config.choices import CHECKPOINTING, PRECISIONS
 from labutils.config.schema import Config
 from labutils.techniques.loss import LossFn
 from labutils.training.records import Series
@@ -28,7 +31,19 @@ def require(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise FrameworkMissing(f"{error.name} is not installed. In a clone run:  {INSTALL}") from None
+        message = f"{error.name} is not installed. In a clone run:  {INSTALL}"
+        raise FrameworkMissing(message) from None
+
+
+def quiet() -> None:
+    """Let no framework write progress, warnings or advice, and none look for a model hub.
+
+    Call it before the first import of a framework.
+    """
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+    for name in ("accelerate", "lightning.fabric", "lightning.pytorch", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(accelerate|lightning|transformers)\b")
 
 
 @dataclass
@@ -54,11 +69,18 @@ class Parts:
 
     @property
     def mixed(self) -> str:
-        """"no", or the 16-bit format of autocast as Accelerate calls it."""
+        """Say "no", or the 16-bit format of autocast as Accelerate calls it."""
         row = PRECISIONS[self.config.precision]
         if not row.autocast:
             return "no"
         return {"float16": "fp16", "bfloat16": "bf16"}[row.products]
+
+    def checkpoint(self) -> None:
+        """Switch on Hugging Face's own checkpointing of blocks, if the config wants it."""
+        if CHECKPOINTING[self.config.gradient_checkpointing].is_on:
+            switch = getattr(self.model, "activation_checkpointing_enable", None)  # since 5.2
+            switch = switch or self.model.gradient_checkpointing_enable
+            switch({"use_reentrant": False})
 
     def begin_step(self, step: int, optimizer: Any) -> None:
         """Set the rate of a step; before the first one also the state of random numbers."""

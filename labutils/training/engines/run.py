@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from labutils.config.choices import CHECKPOINTING, COMPILE_MODES, PRECISIONS
+from labutils.config.choices import COMPILE_MODES, PRECISIONS
 from labutils.config.reader import load_config
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config, ConfigError
@@ -103,9 +103,6 @@ def _train(run, device, data, train, planned) -> RunRecord:
         rate_at,
         device,
     )
-    if CHECKPOINTING[config.gradient_checkpointing].is_on:
-        how = {"use_reentrant": False}
-        work.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     with tf32(PRECISIONS[config.precision].tf32):
         series = train(parts)
         held_out = evaluate(work.model, data.held_out, work.loss_fn, precision=config.precision)

@@ -15,6 +15,7 @@ def train(parts: Parts) -> Series:
     """Train with `accelerate.Accelerator`; return what the loop saw."""
     accelerate = require("accelerate")
     config, log = parts.config, StepSeries()
+    parts.checkpoint()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of earlier runs
     accelerator = accelerate.Accelerator(
         mixed_precision=parts.mixed,

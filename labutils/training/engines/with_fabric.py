@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 
 import torch
@@ -19,6 +20,7 @@ def train(parts: Parts) -> Series:
     require("lightning")
     fabric = _fabric(parts)
     config, log = parts.config, StepSeries()
+    parts.checkpoint()
     scaler = parts.scaler if parts.scaler.is_enabled() else None
     model, optimizer = fabric.setup(parts.model, parts.optimizer)
     for step in range(parts.steps):
@@ -50,5 +52,6 @@ def _fabric(parts: Parts):
         # On a CPU Fabric would train in bfloat16, with a warning; elsewhere with its own scales.
         plugin = fabric.plugins.MixedPrecision(PRECISIONS["fp16"], parts.device.type, parts.scaler)
         how = {"plugins": [plugin]}
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # else it writes to stderr
     with warnings.catch_warnings(action="ignore"):
         return fabric.Fabric(accelerator=accelerator, devices=1, **how)

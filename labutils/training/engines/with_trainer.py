@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -46,8 +47,11 @@ def arguments_of(parts: Parts, folder: str) -> dict[str, Any]:
         "disable_tqdm": True,
     }
     if CHECKPOINTING[config.gradient_checkpointing].is_on:
-        found["gradient_checkpointing"] = True
-        found["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        known = inspect.signature(require("transformers").TrainingArguments).parameters
+        switch = "activation_checkpointing"
+        if switch not in known:  # its name in older versions
+            switch = "gradient_checkpointing"
+        found |= {switch: True, f"{switch}_kwargs": {"use_reentrant": False}}
     return found
 
 
@@ -56,6 +60,9 @@ def train(parts: Parts) -> Series:
     require("accelerate")  # Trainer needs it
     transformers = require("transformers")
     log = StepSeries()
+    # GPT2LMHeadModel states no loss type. Trainer would then count the first token of each
+    # sequence as a target, and divide by too many.
+    parts.model.loss_type = "ForCausalLM"
 
     class Watch(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, optimizer=None, **_):
