@@ -25,6 +25,7 @@ _MODULES = {
     "checks": "checks",
     "convergence": "training.convergence",
     "exchange": "training.exchange",
+    "frameworks": "training.engines.frameworks",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
     "play": "exhibits.play",
@@ -35,6 +36,7 @@ _MODULES = {
     "side_by_side": "training.side_by_side",
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
+    "tasks": "training.tasks",
 }
 _NAMES = {
     "config.card": ("CONTEXT_GIB",),

@@ -14,6 +14,7 @@ from labutils.checks import (
     capstone,
     checkpoint_code,
     checkpointing,
+    frameworks,
     mixed_precision,
     profiling,
     scaler,
@@ -31,6 +32,7 @@ NOTEBOOKS = (
     checkpoint_code,
     profiling,
     capstone,
+    frameworks,
     scaler,
     speed,
 )

@@ -19,6 +19,7 @@ from labutils.checks.quiz import QUIZZES
 from labutils.tools.grade import grade
 from tests.helpers import committed
 from tests.solutions import (
+    further_frameworks,
     further_scaler,
     further_speed,
     notebook_01,
@@ -29,7 +30,7 @@ from tests.solutions import (
 )
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
-NOTEBOOKS += (further_scaler, further_speed, notebook_capstone)
+NOTEBOOKS += (further_frameworks, further_scaler, further_speed, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 

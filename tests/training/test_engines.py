@@ -162,7 +162,9 @@ def test_the_command_line_offers_every_engine(capsys):
         run_engine(small(), "horovod")
 
 
-@pytest.mark.parametrize("change", [{"loss_chunk_tokens": 8}, {"gradient_checkpointing": "every_2"}])
+@pytest.mark.parametrize(
+    "change", [{"loss_chunk_tokens": 8}, {"gradient_checkpointing": "every_2"}]
+)
 def test_what_an_engine_cannot_do_is_refused(engine, change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         through(engine, small(**change))

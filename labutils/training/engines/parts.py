@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,21 +27,11 @@ class FrameworkMissing(ImportError):
 def require(package: str) -> Any:
     """Return a package, imported. Raises FrameworkMissing where it is not installed."""
     try:
-        return importlib.import_module(package)
+        with warnings.catch_warnings(action="ignore"):  # of progress bars, and meant for others
+            return importlib.import_module(package)
     except ModuleNotFoundError as error:
         message = f"{error.name} is not installed. In a clone run:  {INSTALL}"
         raise FrameworkMissing(message) from None
-
-
-def quiet() -> None:
-    """Let no framework write progress, warnings or advice, and none look for a model hub.
-
-    Call it before the first import of a framework.
-    """
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
-    for name in ("accelerate", "lightning.fabric", "lightning.pytorch", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"(accelerate|lightning|transformers)\b")
 
 
 @dataclass

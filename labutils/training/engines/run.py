@@ -131,7 +131,9 @@ def _for_engine(config: Config, engine: str, progress: bool) -> Config:
         "save_every": config.save_every > 0,
         "eval_every": config.eval_every > 0,
     }
-    found = [f"`{key}: {getattr(config, key)}`" for key, is_refused in refused.items() if is_refused]
+    found = [
+        f"`{key}: {getattr(config, key)}`" for key, is_refused in refused.items() if is_refused
+    ]
     if found:
         raise ConfigError(f"{config.name}: --engine {engine} does not take {', '.join(found)}")
     if distributed.world_size() > 1:
