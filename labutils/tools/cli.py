@@ -79,12 +79,8 @@ def _add_runs(add: Add) -> None:
     run.add_argument(
         "--resume", action="store_true", help="continue from the state that save_every has left"
     )
-    run.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default=ENGINES[0],
-        help="what takes the steps: labutils.train (plain), or a framework: see the README",
-    )
+    what = "what takes the steps: labutils.train (plain), or a framework"
+    run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help=what)
     add("runs", commands_runs.runs, "list the recorded runs, oldest first")
 
     compare = add(

@@ -25,95 +25,94 @@ OWNERS = {  # how a table names a class or function → where it is
 # topic → line of the loop → arguments that stand for it
 DECODED = {
     "precision": {
-        "with torch.autocast(…, dtype=torch.bfloat16):": {
-            "TrainingArguments": ["bf16"],
-            "Accelerator": ["mixed_precision"],
-            "lightning.Trainer": ["precision"],
-            "Fabric": ["precision"],
+        "with torch.autocast(…, dtype=…): (FP16: and a scaler)": {
+            "TrainingArguments": "bf16 fp16",
+            "Accelerator": "mixed_precision",
+            "lightning.Trainer": "precision",
+            "Fabric": "precision",
         },
-        "the same in float16, and scaler = GradScaler()": {"TrainingArguments": ["fp16"]},
         "GradScaler(init_scale=…, growth_interval=…)": {
-            "GradScalerKwargs": ["init_scale", "growth_interval"],
-            "Accelerator": ["kwargs_handlers"],
-            "MixedPrecision": ["scaler"],
-            "Fabric": ["plugins"],
-            "lightning.Trainer": ["plugins"],
+            "GradScalerKwargs": "init_scale growth_interval",
+            "Accelerator": "kwargs_handlers",
+            "MixedPrecision": "scaler",
+            "Fabric": "plugins",
+            "lightning.Trainer": "plugins",
         },
-        'torch.backends.cuda.matmul.fp32_precision = "tf32"': {"TrainingArguments": ["tf32"]},
+        'torch.backends.cuda.matmul.fp32_precision = "tf32"': {"TrainingArguments": "tf32"},
         "model.to(16 bits), for evaluation only": {
-            "TrainingArguments": ["fp16_full_eval", "bf16_full_eval"]
+            "TrainingArguments": "fp16_full_eval bf16_full_eval"
         },
     },
     "accumulation": {
         "for micro_batch in window: … backward()": {
-            "TrainingArguments": ["gradient_accumulation_steps"],
-            "Accelerator": ["gradient_accumulation_steps", "gradient_accumulation_plugin"],
-            "lightning.Trainer": ["accumulate_grad_batches"],
+            "TrainingArguments": "gradient_accumulation_steps",
+            "Accelerator": "gradient_accumulation_steps gradient_accumulation_plugin",
+            "lightning.Trainer": "accumulate_grad_batches",
         },
         "loss / n_targets, counted over all processes": {
-            "TrainingArguments": ["average_tokens_across_devices"],
-            "transformers.Trainer": ["compute_loss_func"],
+            "TrainingArguments": "average_tokens_across_devices",
+            "transformers.Trainer": "compute_loss_func",
         },
         "clip_grad_norm_(parameters, max_norm)": {
-            "TrainingArguments": ["max_grad_norm"],
-            "lightning.Trainer": ["gradient_clip_val", "gradient_clip_algorithm"],
+            "TrainingArguments": "max_grad_norm",
+            "lightning.Trainer": "gradient_clip_val gradient_clip_algorithm",
         },
         "DataLoader(shuffle=…, drop_last=…)": {
-            "TrainingArguments": ["train_sampling_strategy", "dataloader_drop_last"]
+            "TrainingArguments": "train_sampling_strategy dataloader_drop_last"
         },
     },
     "checkpointing": {
         "checkpoint(block, x, use_reentrant=False)": {
-            "TrainingArguments": ["activation_checkpointing", "activation_checkpointing_kwargs"]
+            "TrainingArguments": "activation_checkpointing activation_checkpointing_kwargs"
         },
     },
     "the rest": {
-        "AdamW(…, fused=True)": {"TrainingArguments": ["optim", "adam_beta2", "weight_decay"]},
+        "AdamW(…, fused=True)": {"TrainingArguments": "optim adam_beta2 weight_decay"},
         "torch.compile(model)": {
-            "TrainingArguments": ["torch_compile", "torch_compile_backend", "torch_compile_mode"],
-            "Accelerator": ["dynamo_backend"],
+            "TrainingArguments": "torch_compile torch_compile_backend torch_compile_mode",
+            "Accelerator": "dynamo_backend",
         },
         "device = torch.device(…)": {
-            "TrainingArguments": ["use_cpu"],
-            "Accelerator": ["cpu"],
-            "lightning.Trainer": ["accelerator"],
-            "Fabric": ["accelerator"],
+            "TrainingArguments": "use_cpu",
+            "Accelerator": "cpu",
+            "lightning.Trainer": "accelerator",
+            "Fabric": "accelerator",
         },
         "losses.append(loss.item())": {
-            "TrainingArguments": ["logging_steps", "logging_nan_inf_filter"],
-            "lightning.Trainer": ["log_every_n_steps"],
+            "TrainingArguments": "logging_steps logging_nan_inf_filter",
+            "lightning.Trainer": "log_every_n_steps",
         },
     },
 }
 
-# owner → name in older tutorials → what to write now ("" where nothing took its place)
+# owner → name in older tutorials > what to write now (nothing, where nothing took its place)
 RENAMED = {
-    "TrainingArguments": {
-        "evaluation_strategy": "eval_strategy",
-        "no_cuda": "use_cpu",
-        "per_gpu_train_batch_size": "per_device_train_batch_size",
-        "group_by_length": "train_sampling_strategy",
-        "adafactor": "optim",
-        "torchdynamo": "torch_compile_backend",
-        "gradient_checkpointing": "activation_checkpointing",
-        "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-        "push_to_hub_token": "hub_token",
-        "fp16_backend": "",
-        "half_precision_backend": "",
-        "fp16_opt_level": "",
-        "auto_precision": "",
-        "max_seq_length": "",
-    },
-    "transformers.Trainer": {"tokenizer": "processing_class"},
-    "Accelerator": {"fp16": "mixed_precision", "dispatch_batches": "dataloader_config"},
-    "lightning.Trainer": {
-        "gpus": "devices",
-        "amp_backend": "precision",
-        "amp_level": "",
-        "checkpoint_callback": "enable_checkpointing",
-        "progress_bar_refresh_rate": "enable_progress_bar",
-        "track_grad_norm": "callbacks",
-    },
+    "TrainingArguments": [
+        "evaluation_strategy > eval_strategy",
+        "no_cuda > use_cpu",
+        "per_gpu_train_batch_size > per_device_train_batch_size",
+        "group_by_length > train_sampling_strategy",
+        "adafactor > optim",
+        "torchdynamo > torch_compile_backend",
+        "gradient_checkpointing > activation_checkpointing",
+        "gradient_checkpointing_kwargs > activation_checkpointing_kwargs",
+        "push_to_hub_token > hub_token",
+        "fp16_backend >",
+        "half_precision_backend >",
+        "fp16_opt_level >",
+        "auto_precision >",
+        "max_seq_length >",
+    ],
+    "transformers.Trainer": ["tokenizer > processing_class"],
+    "Accelerator": ["fp16 > mixed_precision", "dispatch_batches > dataloader_config"],
+    "lightning.Trainer": [
+        "gpus > devices",
+        "amp_backend > precision",
+        "amp_level >",
+        "checkpoint_callback > enable_checkpointing",
+        "progress_bar_refresh_rate > enable_progress_bar",
+        "track_grad_norm > callbacks",
+    ],
 }
 
 
@@ -137,7 +136,7 @@ def decoded(topic: str) -> pd.DataFrame:
     for line, by_owner in DECODED[topic].items():
         for name, arguments in by_owner.items():
             known = parameters_of(name)
-            for argument in arguments:
+            for argument in arguments.split():
                 found = known.get(argument)
                 default = "not an argument here" if found is None else _shown(found.default)
                 rows.append((line, name, argument, default))
@@ -156,7 +155,8 @@ def renamed() -> pd.DataFrame:
     rows = []
     for name, names in RENAMED.items():
         known = parameters_of(name)
-        for old, new in names.items():
+        for text in names:
+            old, _, new = map(str.strip, text.partition(">"))
             state = "still taken" if old in known else "TypeError"
             rows.append((name, old, new or "nothing: remove it", state))
     return pd.DataFrame(rows, columns=["of", "older name", "write instead", "older name gives"])

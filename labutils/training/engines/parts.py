@@ -57,11 +57,9 @@ class Parts:
 
     @property
     def mixed(self) -> str:
-        """Say "no", or the 16-bit format of autocast as Accelerate calls it."""
+        """Say "no", or the precision: autocast's formats have the names that Accelerate uses."""
         row = PRECISIONS[self.config.precision]
-        if not row.autocast:
-            return "no"
-        return {"float16": "fp16", "bfloat16": "bf16"}[row.products]
+        return row.name if row.autocast else "no"
 
     def checkpoint(self) -> None:
         """Switch on Hugging Face's own checkpointing of blocks, if the config wants it."""

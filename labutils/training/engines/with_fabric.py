@@ -8,11 +8,12 @@ import warnings
 
 import torch
 
+from labutils.config.choices import PRECISIONS
 from labutils.techniques.loss import count_targets
 from labutils.training.engines.parts import Parts, StepSeries, require, scale_of
 from labutils.training.records import Series
 
-PRECISIONS = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+MIXED = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}  # dtype of products → its name here
 
 
 def train(parts: Parts) -> Series:
@@ -47,10 +48,12 @@ def _fabric(parts: Parts):
     """Return a Fabric of the config's precision, with the config's scaler."""
     fabric = require("lightning.fabric")
     accelerator = "cpu" if parts.device.type == "cpu" else "cuda"
-    how = {"precision": PRECISIONS[parts.mixed]}
+    row = PRECISIONS[parts.config.precision]
+    precision = MIXED[row.products] if row.autocast else "32-true"
+    how = {"precision": precision}
     if parts.scaler.is_enabled():
         # On a CPU Fabric would train in bfloat16, with a warning; elsewhere with its own scales.
-        plugin = fabric.plugins.MixedPrecision(PRECISIONS["fp16"], parts.device.type, parts.scaler)
+        plugin = fabric.plugins.MixedPrecision(precision, parts.device.type, parts.scaler)
         how = {"plugins": [plugin]}
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # else it writes to stderr
     with warnings.catch_warnings(action="ignore"):

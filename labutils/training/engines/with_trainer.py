@@ -36,8 +36,6 @@ def arguments_of(parts: Parts, folder: str) -> dict[str, Any]:
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.grad_accum_steps,
         "max_grad_norm": config.max_grad_norm,
-        "bf16": parts.mixed == "bf16",
-        "fp16": parts.mixed == "fp16",
         "use_cpu": parts.device.type == "cpu",
         "seed": config.seed,
         "logging_steps": 1,
@@ -46,6 +44,8 @@ def arguments_of(parts: Parts, folder: str) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
     }
+    if parts.mixed != "no":
+        found[parts.mixed] = True
     if CHECKPOINTING[config.gradient_checkpointing].is_on:
         known = inspect.signature(require("transformers").TrainingArguments).parameters
         switch = "activation_checkpointing"
