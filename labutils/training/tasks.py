@@ -64,7 +64,7 @@ def _bytes(line: str) -> torch.Tensor:
     return torch.tensor(codes + [PAD] * (LINE_BYTES - len(codes)))
 
 
-def shapes_task(n_train: int = 400, n_test: int = 200, noise: float = 1.0) -> Task:
+def shapes_task(n_train: int = 400, n_test: int = 200, noise: float = 0.35) -> Task:
     """Return noisy pictures of three shapes, made here; `x` is `(N, 1, 16, 16)` float32."""
     generator = torch.Generator().manual_seed(0)
     n = n_train + n_test
@@ -129,7 +129,7 @@ def accuracy_of(
     *,
     device: torch.device,
     steps: int = 100,
-    learning_rate: float = 2e-3,
+    learning_rate: float = 5e-3,
     loss_fn: LossFn = loss_sum,
 ) -> float:
     """Train a new model with `labutils.train`; return its accuracy in per cent.

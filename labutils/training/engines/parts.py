@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Parts:
     steps: int
     rate_at: Callable[[int], float]
     device: torch.device
+    callbacks: Sequence[Any] = ()  # for Trainer
 
     def __post_init__(self) -> None:
         # Dropout draws from here. Frameworks seed again, or draw, while they set themselves up.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -41,11 +43,13 @@ def run_engine(
     repeat: int = 0,
     rerun: bool = False,
     progress: bool = True,
+    callbacks: Sequence[Any] = (),
 ) -> RunRecord:
     """Train the experiment of a config with a framework; save and return its record.
 
     The record's name is that of the config and the engine, and its environment names the version.
     It has no memory ledger. A completed equal run is returned instead, unless `rerun=True`.
+    `callbacks` are a Trainer's own, for the engine `trainer`; they force a rerun.
     Raises ValueError for an unknown engine, FrameworkMissing, and what `run_experiment` raises;
     ConfigError too for what an engine cannot do.
     """
@@ -59,14 +63,14 @@ def run_engine(
     run = replace(run, config=_for_engine(run.config, engine, progress))
     data = build_data(run.config)
     planned = _planned(config, run, device, data, repeat, engine, package)
-    known = None if rerun else find_equal(planned)
+    known = None if rerun or callbacks else find_equal(planned)
     if known:
         if progress:
             print(f"{known.name}: reusing run {known.id} (rerun=True forces)")
         return known
     if progress:
         announce(config, run, device)
-    record = _train(run, device, data, train, planned)
+    record = _train(run, device, data, train, planned, callbacks)
     path = record.save()
     if progress:
         print(f"{record.name}: saved {path.name}")
@@ -81,7 +85,7 @@ def _planned(config, run, device, data, repeat, engine, package) -> RunRecord:
     return planned.model_copy(update=changed)
 
 
-def _train(run, device, data, train, planned) -> RunRecord:
+def _train(run, device, data, train, planned, callbacks) -> RunRecord:
     config = run.config
     plain_blocks = config.model_copy(update={"gradient_checkpointing": "none"})
     work = build_workload(plain_blocks, device, data)
@@ -102,6 +106,7 @@ def _train(run, device, data, train, planned) -> RunRecord:
         run.steps,
         rate_at,
         device,
+        callbacks,
     )
     with tf32(PRECISIONS[config.precision].tf32):
         series = train(parts)

@@ -80,7 +80,7 @@ def train(parts: Parts) -> Series:
             transformers.TrainingArguments(**arguments_of(parts, folder)),
             train_dataset=Rows(parts.micro_batches),
             optimizers=(parts.optimizer, LambdaLR(parts.optimizer, lambda step: 1.0)),
-            callbacks=[Watch()],
+            callbacks=[Watch(), *parts.callbacks],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         if parts.scaler.is_enabled():
