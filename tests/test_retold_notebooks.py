@@ -18,7 +18,7 @@ RETOLD = [
     "03-Gradient_Checkpointing.ipynb",
     "04-Memory_Profiling.ipynb",
 ]
-FURTHER = ["accumulation", "checkpointing", "frameworks", "scaler", "speed"]
+FURTHER = ["accumulation", "checkpointing", "frameworks", "other_models", "scaler", "speed"]
 WITH_FURTHER = [*RETOLD, *(f"further/{name}.ipynb" for name in FURTHER)]
 GUESS = re.compile(r'lab\.guess\("(\w+)", (f?"[^"]*")\)')
 CHECKED = "nbval-check-output"

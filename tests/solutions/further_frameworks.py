@@ -27,7 +27,7 @@ SOLUTIONS = [
                 lambda loss_sum, n_targets, n_micro: loss_sum / n_targets / n_micro,
                 "not that of the full batch",
             ),
-            (lambda loss_sum, n_targets, n_micro: float(loss_sum), "has no graph"),
+            (lambda loss_sum, n_targets, n_micro: float(loss_sum.detach()), "has no graph"),
             (lambda loss_sum, n_targets: loss_sum, "it raised TypeError"),
         ],
     ),
