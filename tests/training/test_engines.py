@@ -134,7 +134,7 @@ def test_the_framework_itself_goes_back_once_for_each_micro_batch(engine, monkey
 
 
 def test_the_record_names_engine_and_version_and_is_found_again(engine, capsys):
-    config = small(steps=2)
+    config = small(steps=2, name="fp32")
     first = through(engine, config)
     assert first.name == f"fp32_{engine}"
     assert first.environment["engine"].startswith(f"{engine} (")
@@ -144,7 +144,7 @@ def test_the_record_names_engine_and_version_and_is_found_again(engine, capsys):
 
 def test_the_command_line_trains_with_an_engine(engine, capsys):
     pairs = []
-    for key, value in ({"tokens_per_step": 16} | SMALL | {"steps": 2}).items():
+    for key, value in ({"tokens_per_step": 16} | SMALL | {"steps": 2, "name": "fp32"}).items():
         pairs += ["--set", f"{key}={value}"]
     assert main(["run", "fp32", "--engine", engine, *pairs]) == 0
     captured = capsys.readouterr()
