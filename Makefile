@@ -21,7 +21,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[lab,test]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[lab,test,frameworks]"
 	touch $@
 
 labs: $(VENV)/installed

@@ -29,6 +29,7 @@ _MODULES = {
     "exchange": "training.exchange",
     "four_bits": "techniques.four_bits",
     "eight_bits": "techniques.eight_bits",
+    "frameworks": "training.engines.frameworks",
     "ladder": "training.ladder",
     "numerics": "techniques.float_formats",
     "play": "exhibits.play",
@@ -44,6 +45,7 @@ _MODULES = {
     "snapshot": "memory.snapshot",
     "speed": "training.speed",
     "stability": "training.stability",
+    "tasks": "training.tasks",
 }
 _NAMES = {
     "config.card": ("CONTEXT_GIB",),

@@ -92,11 +92,13 @@ from labutils.training import sharding as sharding
 from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
 from labutils.training import stability as stability
+from labutils.training import tasks as tasks
 from labutils.training.adapters import fine_tune as fine_tune
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table
 from labutils.training.compare import compare as compare
 from labutils.training.compare import readable as readable
+from labutils.training.engines import frameworks as frameworks
 from labutils.training.experiment import run_experiment as run_experiment
 from labutils.training.experiments import run_experiments as run_experiments
 from labutils.training.gradients import compare_gradients as compare_gradients

@@ -19,6 +19,7 @@ from labutils.tools import commands, commands_grade, commands_predict, commands_
 DESCRIPTION = "Run, compare, predict and check experiments; look at this machine; run the notebooks"
 CONFIG = "a YAML file, or a short name such as bf16"
 RUN = "a name (its newest run), an id, or a record's path"
+ENGINES = ("plain", "trainer", "accelerate", "fabric")
 DEVICES = (*CARDS, "this", "cpu")
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
@@ -78,6 +79,8 @@ def _add_runs(add: Add) -> None:
     run.add_argument(
         "--resume", action="store_true", help="continue from the state that save_every has left"
     )
+    what = "what takes the steps: labutils.train (plain), or a framework"
+    run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help=what)
     add("runs", commands_runs.runs, "list the recorded runs, oldest first")
 
     compare = add(

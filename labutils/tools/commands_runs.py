@@ -34,12 +34,20 @@ def run(options: argparse.Namespace) -> int:
             problem = "a state continues its own run: it takes no --set, --repeat or --rerun"
             print(problem, file=sys.stderr)
             return 2
+        if options.engine != "plain":
+            print("only --engine plain continues a state", file=sys.stderr)
+            return 2
         header = _header_of(options.config)
         config, repeats, resume = header.config, [header.planned.repeat], True
     else:
         config = load_config(options.config, **parse_overrides(options.pairs))
+    if resume and options.engine != "plain":
+        print("only --engine plain resumes a run", file=sys.stderr)
+        return 2
     from labutils.config.card import PrecisionUnsupported
     from labutils.session import setup
+    from labutils.training.engines.parts import FrameworkMissing
+    from labutils.training.engines.run import run_engine
     from labutils.training.experiment import NOT_SAVED, run_experiment
     from labutils.workload.data import DataError
     from labutils.workload.gpt2 import WeightsUnavailable
@@ -49,12 +57,14 @@ def run(options: argparse.Namespace) -> int:
     try:
         device = setup()
         for repeat in repeats:
-            record = run_experiment(
-                config, device=device, repeat=repeat, rerun=options.rerun, resume=resume
-            )
+            asked = {"device": device, "repeat": repeat, "rerun": options.rerun}
+            if options.engine == "plain":
+                record = run_experiment(config, resume=resume, **asked)
+            else:
+                record = run_engine(config, options.engine, **asked)
             if record.outcome != "completed":
                 break
-    except (DataError, PrecisionUnsupported, WeightsUnavailable) as error:
+    except (DataError, FrameworkMissing, PrecisionUnsupported, WeightsUnavailable) as error:
         print(error, file=sys.stderr)
         return 1
     if record.series.loss:

@@ -20,6 +20,7 @@ from labutils.tools.grading.grade import grade_folder
 from tests.helpers import committed
 from tests.solutions import (
     further_eight_bits,
+    further_frameworks,
     further_numerics,
     further_scaler,
     further_sharding,
@@ -33,8 +34,8 @@ from tests.solutions import (
 )
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
-NOTEBOOKS += (further_eight_bits, further_numerics, further_scaler, further_speed)
-NOTEBOOKS += (further_sharding, further_where_time_goes, notebook_capstone)
+NOTEBOOKS += (further_eight_bits, further_frameworks, further_numerics, further_scaler)
+NOTEBOOKS += (further_sharding, further_speed, further_where_time_goes, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 

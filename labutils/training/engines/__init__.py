@@ -1,0 +1,1 @@
+"""The same experiment through Hugging Face's Trainer, Accelerate and Lightning Fabric."""
