@@ -191,10 +191,12 @@ def labs(options: argparse.Namespace) -> int:
     for path in chosen:
         if not execute(path, in_place=options.in_place):
             code = 1
-    if not options.notebook:
-        from labutils.exhibits.everything import save_all
+    from labutils.exhibits.everything import save_all
+    from labutils.tools.site import write_site
 
+    if not options.notebook:
         print(f"wrote {save_all()}")
+    print(f"wrote {write_site()}: it leads to all pages")
     return code
 
 

@@ -13,11 +13,15 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from nbconvert import HTMLExporter
+from nbconvert.filters import strip_ansi
 
 from labutils.files import REPO_DIR, runs_dir, write_atomically
+from labutils.machine.gpu import choose_device
+from labutils.machine.here import product_name
+from labutils.tools.pages import page
 
 CELL_TIMEOUT_S = 1200
+QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
 
 
 def execute(path: Path, *, in_place: bool = False) -> bool:
@@ -39,12 +43,17 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
         nonlocal done
         if cell.cell_type == "code":
             done += 1
-            print(f"\r{path.name}: cell {done}/{total}", end="", flush=True)
+            line = f"{path.name}: cell {done}/{total}"
+            if sys.stdout.isatty():
+                print(f"\r{line}", end="", flush=True)
+            else:  # in a file: one line for each cell
+                print(f"{line}, {time.perf_counter() - start:.0f} s", flush=True)
 
     client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
+        extra_arguments=QUIET,
         resources={"metadata": {"path": str(REPO_DIR)}},
         on_cell_executed=report,
     )
@@ -53,15 +62,16 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
         client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = str(error)
-    print(f"\r{path.name}: {done}/{total} cells, {time.perf_counter() - start:.0f} s")
+    over = "\r" if sys.stdout.isatty() else ""
+    print(f"{over}{path.name}: {done}/{total} cells, {time.perf_counter() - start:.0f} s")
     tidy(notebook)
     target = path if in_place and not problem else runs_dir() / path.name
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
-    html, _ = HTMLExporter().from_notebook_node(notebook)
-    write_atomically(runs_dir() / f"{path.stem}.html", html.encode())
+    text = page(notebook, product_name(choose_device()))
+    write_atomically(runs_dir() / f"{path.stem}.html", text.encode())
     print(f"wrote {target} and {runs_dir() / path.stem}.html")
     if problem:
-        print(problem, file=sys.stderr)
+        print(problem if sys.stderr.isatty() else strip_ansi(problem), file=sys.stderr)
     return not problem
 
 
