@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from labutils.config import reader
+from labutils.config.edits import edits_without_effect
 from labutils.config.reader import find_config, load_config, parse_overrides
 from labutils.config.schema import NAME_PATTERN, Config, ConfigError
-from labutils.files import REPO_DIR, require_room, runs_dir, write_atomically
+from labutils.files import REPO_DIR, program, require_room, runs_dir, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,8 @@ def check(options: argparse.Namespace) -> int:
             code = 1
         else:
             print(f"{path}: ok")
+            for line in edits_without_effect(path):
+                print(line, file=sys.stderr)
     return code
 
 
@@ -52,7 +55,7 @@ def new(options: argparse.Namespace) -> int:
             file.write(text)
     except FileExistsError:
         return _exists(target.name)
-    run = f"python -m labutils run configs/{target.name}"
+    run = f"{program()} run configs/{target.name}"
     print(f"wrote configs/{target.name}. Edit it, then: {run}")
     return 0
 
@@ -70,7 +73,7 @@ def _renamed(source: Path, config: Config, name: str) -> str:
         )
     header = [
         f"# my_{name}.yaml — a copy of {source.name} to edit; git ignores it.",
-        f"# Run: python -m labutils run configs/my_{name}.yaml",
+        f"# Run: {program()} run configs/my_{name}.yaml",
     ]
     for line in lines[:start]:
         if "yaml-language-server" in line:  # the comment by which an editor finds the schema

@@ -15,7 +15,7 @@ from torch import nn
 
 from labutils.config.reader import config_of
 from labutils.config.schema import Config, ConfigError
-from labutils.files import runs_dir, write_atomically
+from labutils.files import program, runs_dir, write_atomically
 from labutils.memory.errors import is_out_of_memory
 from labutils.training.records import RecordError, RunRecord, state_files
 
@@ -86,7 +86,7 @@ class Saver:
     @property
     def command(self) -> str:
         """What continues from the state that there is."""
-        return f"python -m labutils run {(self.source or self.path).name}"
+        return f"{program()} run {(self.source or self.path).name}"
 
     def require_room(self, model: nn.Module) -> None:
         """Raise OSError if the disk has no room for the states of a model.
