@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,12 +126,12 @@ def _exists(path: Path | str) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what this machine is and which precisions it has; 1 if it has a GPU it cannot use."""
-    import torch
-
+    """Print what this machine is and what it can train; 1 if it has a GPU it cannot use."""
     from labutils.config.choices import PRECISIONS
     from labutils.machine.gpu import choose_device, diagnose, gpu_facts
     from labutils.machine.here import environment, support
+    from labutils.tools.doctor import paragraph
+    from labutils.tools.tables import terminal_width
 
     problem = diagnose(gpu_facts())
     device = choose_device()
@@ -146,8 +147,8 @@ def doctor(options: argparse.Namespace) -> int:
     if problem:
         print(f"\nGPU NOT USED: {problem}", file=sys.stderr)
     elif device.type == "cpu":
-        print("\nNo NVIDIA GPU found. Everything runs on the CPU, with smaller sizes. ", end="")
-        print(f"torch: {torch.__version__}")
+        print("\nNo NVIDIA GPU found.")
+    print(f"\n{textwrap.fill(paragraph(device, problem), min(100, terminal_width()))}")
     require_room()
     if options.calibrate:
         _calibrate(device)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-
 ASKED = b"\nstops after this step, with its state saved; once more stops at once\n"
 
 
