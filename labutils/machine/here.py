@@ -115,6 +115,8 @@ def environment(device: torch.device) -> dict[str, str]:
         facts["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.1f}"
         facts["cuda"] = torch.version.cuda or f"ROCm {torch.version.hip}"
         facts["driver"] = (*nvidia_smi("driver_version"), "unknown")[0]
+    else:
+        facts["threads"] = str(torch.get_num_threads())
     return facts
 
 
