@@ -33,8 +33,10 @@ from labutils.memory.tensors import flat_gradient as flat_gradient
 from labutils.memory.tensors import kept_by_kind as kept_by_kind
 from labutils.memory.tensors import saved_for_backward as saved_for_backward
 from labutils.memory.tensors import saved_names as saved_names
+from labutils.memory.transfer import copy_gb_per_s as copy_gb_per_s
 from labutils.prediction import allocator as allocator
 from labutils.prediction import arithmetic as arithmetic
+from labutils.prediction import roofline as roofline
 from labutils.prediction.advise import advise as advise
 from labutils.prediction.arithmetic import closed_form as closed_form
 from labutils.prediction.arithmetic import n_parameters as n_parameters
@@ -45,6 +47,7 @@ from labutils.prediction.memory import BatchSizes as BatchSizes
 from labutils.prediction.memory import needed_gib as needed_gib
 from labutils.prediction.memory import predict_memory as predict_memory
 from labutils.prediction.module import predict_module as predict_module
+from labutils.prediction.published import config_of_row as config_of_row
 from labutils.prediction.published import published as published
 from labutils.prediction.selective import WithPolicy as WithPolicy
 from labutils.prediction.selective import half_of_squares as half_of_squares
@@ -59,21 +62,28 @@ from labutils.prediction.time import predict_time as predict_time
 from labutils.session import explain_in_notebooks as explain_in_notebooks
 from labutils.session import setup as setup
 from labutils.techniques import autocast_dtypes as autocast_dtypes
+from labutils.techniques import eight_bits as eight_bits
 from labutils.techniques import float_formats as _float_formats
 from labutils.techniques import precision as precision
+from labutils.techniques import rounding as rounding
 from labutils.techniques.checkpointing import set_checkpointing as set_checkpointing
+from labutils.techniques.compiling import CompiledLoss as CompiledLoss
 from labutils.techniques.loss import count_targets as count_targets
 from labutils.techniques.loss import lm_loss_sum as lm_loss_sum
+from labutils.techniques.optimizers import round_stochastically as round_stochastically
 from labutils.techniques.precision import autocast as autocast
 from labutils.techniques.precision import tf32 as tf32
+from labutils.training import by_layer as by_layer
 from labutils.training import capstone as capstone
 from labutils.training import convergence as convergence
 from labutils.training import exchange as exchange
 from labutils.training import ladder as ladder
 from labutils.training import processes as processes
 from labutils.training import profiles as profiles
+from labutils.training import shapes as shapes
 from labutils.training import side_by_side as side_by_side
 from labutils.training import speed as speed
+from labutils.training import stability as stability
 from labutils.training.alternate import alternate as alternate
 from labutils.training.by_seed import seed_table as seed_table
 from labutils.training.compare import compare as compare
@@ -83,6 +93,7 @@ from labutils.training.experiments import run_experiments as run_experiments
 from labutils.training.gradients import compare_gradients as compare_gradients
 from labutils.training.gradients import full_gradient as full_gradient
 from labutils.training.gradients import window_gradient as window_gradient
+from labutils.training.loop import evaluate as evaluate
 from labutils.training.loop import to_device as to_device
 from labutils.training.loop import train as train
 from labutils.training.paired import paired_difference as paired_difference
@@ -90,6 +101,7 @@ from labutils.training.records import find_runs as find_runs
 from labutils.training.records import load_record as load_record
 from labutils.training.records import reference_runs as reference_runs
 from labutils.training.speed import flops_per_token as flops_per_token
+from labutils.training.waiting import waits as waits
 from labutils.workload.build import build as build
 from labutils.workload.data import batches as batches
 from labutils.workload.data import load_corpus as load_corpus
@@ -97,6 +109,7 @@ from labutils.workload.data import padded_batches as padded_batches
 from labutils.workload.data import padded_window as padded_window
 from labutils.workload.data import sequences as sequences
 from labutils.workload.gpt2 import build_model as build_model
+from labutils.workload.slow_source import SlowSource as SlowSource
 
 __version__: str
 numerics = _float_formats  # an import under another name would not be seen from outside

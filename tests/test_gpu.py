@@ -20,13 +20,14 @@ from labutils.machine.here import card_of
 from labutils.memory import device_memory as memory
 from labutils.memory.device_memory import cap_to_free, cuda_memory
 from labutils.memory.tensors import tensor_bytes
+from labutils.memory.transfer import copy_gb_per_s
 from labutils.prediction import calibrate, calibrate_gpu, replay
 from labutils.techniques import precision
 from labutils.techniques.schedule import learning_rate_at
 from labutils.tools.bench.allocator_configs import BLOCK, CHUNKS, LEAN
 from labutils.tools.bench.allocator_table import Trials
 from labutils.tools.cli import main
-from labutils.training import experiment
+from labutils.training import experiment, profiles
 from labutils.training.loop import to_device
 from labutils.training.records import load_record
 from labutils.training.speed import peak_rate
@@ -375,6 +376,20 @@ def test_batches_go_through_pinned_memory():
         torch.cuda.synchronize()
     assert moved["input_ids"].tolist() == list(range(8))
     assert any("Pinned -> Device" in event.name for event in profile.events())
+
+
+@card  # rates of a real bus
+def test_copies_from_pinned_memory_are_not_slower():
+    rates = copy_gb_per_s(2**26, CUDA)
+    assert set(rates) == {"pageable", "pinned"}
+    assert rates["pinned"] > 0.9 * rates["pageable"] > 0
+
+
+@card  # names of real kernels
+def test_half_precision_products_run_in_kernels_named_after_tensor_cores():
+    a = torch.ones(1024, 1024, device=CUDA, dtype=torch.float16)
+    kernels = profiles.kernel_ms(profiles.record(lambda: a @ a, CUDA))
+    assert profiles.tensor_core_share(kernels) > 0.5
 
 
 @card  # a bench of speed, one of its arms compiled

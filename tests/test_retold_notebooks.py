@@ -18,7 +18,17 @@ RETOLD = [
     "03-Gradient_Checkpointing.ipynb",
     "04-Memory_Profiling.ipynb",
 ]
-FURTHER = ["accumulation", "checkpointing", "scaler", "several_processes", "speed"]
+FURTHER = [
+    "accumulation",
+    "checkpointing",
+    "eight_bits",
+    "numerics",
+    "scaler",
+    "several_processes",
+    "speed",
+    "stability",
+    "where_time_goes",
+]
 WITH_FURTHER = [*RETOLD, *(f"further/{name}.ipynb" for name in FURTHER)]
 GUESS = re.compile(r'lab\.guess\("(\w+)", (f?"[^"]*")\)')
 CHECKED = "nbval-check-output"

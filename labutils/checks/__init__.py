@@ -14,10 +14,13 @@ from labutils.checks import (
     capstone,
     checkpoint_code,
     checkpointing,
+    eight_bits,
     mixed_precision,
+    numerics,
     profiling,
     scaler,
     speed,
+    where_time_goes,
 )
 from labutils.checks.core import collect_verdicts, exercises_in
 from labutils.checks.quiz import self_test
@@ -31,8 +34,11 @@ NOTEBOOKS = (
     checkpoint_code,
     profiling,
     capstone,
+    numerics,
     scaler,
     speed,
+    eight_bits,
+    where_time_goes,
 )
 EXERCISES: dict[str, Callable[..., None]] = {}
 for module in NOTEBOOKS:

@@ -95,7 +95,8 @@ def peak_range(
         return f"too wide to say much: high must be at most {WIDEST} × low."
     if low <= measured_mib <= high:
         points = 3 if high <= NARROWEST * low else 2 if high <= NARROW * low else 1
-        return Right(f"The range is {100 * (high / low - 1):.0f} % wide: {points} of 3 points.")
+        width = f"The range is {100 * (high / low - 1):.0f} % wide: {points} of 3 points."
+        return Right(width, points / 3)
     if low <= single_mib <= high:
         return (
             "that is one micro-batch alone. What stays alive between the first and the second one?"

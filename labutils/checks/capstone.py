@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from labutils.checks.core import exercise
+from labutils.checks.core import exercise, first_problem
 
 MOST_STALLED = 0.1  # of the weights
 BATCHES = ("activations", "logits and loss", "temporaries", "activations and temporaries")
@@ -43,7 +43,9 @@ class Trial(Protocol):
 )
 def capstone(trial: Trial | None) -> str | None:
     """Check a trial of the capstone: task unchanged, bytes, time, loss, in this order."""
-    return _task(trial) or _memory(trial) or _time(trial) or _loss(trial)
+    return first_problem(
+        lambda: _task(trial), lambda: _memory(trial), lambda: _time(trial), lambda: _loss(trial)
+    )
 
 
 def _task(trial: Trial) -> str | None:

@@ -20,17 +20,50 @@ Parameters = ParamSpec("Parameters")
 
 
 class Right(str):
-    """What a judge returns for a right answer about which there is something to say."""
+    """What a judge returns for a right answer about which there is something to say.
+
+    `share` is the part of the points that it earns, from 0 to 1.
+    """
+
+    share: float = 1.0
+
+    def __new__(cls, remark: str, share: float = 1.0) -> Right:
+        self = super().__new__(cls, remark)
+        self.share = share
+        return self
+
+
+class Partly(str):
+    """The problem of an answer that passes some of a check's steps; `share` is their part."""
+
+    share: float = 0.0
+
+    def __new__(cls, problem: str, share: float) -> Partly:
+        self = super().__new__(cls, problem)
+        self.share = share
+        return self
+
+
+def first_problem(*steps: Callable[[], str | None]) -> str | None:
+    """Take the steps of a check in order, up to the first that finds a problem, and return it."""
+    for n_passed, step in enumerate(steps):
+        if problem := step():
+            return Partly(problem, n_passed / len(steps))
+    return None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one answer: open, right (`problem` is None), or not yet right."""
+    """What became of one answer: open, right (`problem` is None), or not yet right.
+
+    `share` is the part of the points that it earns, from 0 to 1.
+    """
 
     exercise: str
     is_open: bool
     problem: str | None = None
     remark: str = ""
+    share: float = 0.0
 
     def __str__(self) -> str:
         if self.is_open:
@@ -79,7 +112,8 @@ def exercise(
                 found = _problem(functools.partial(judge, *given.args))
             is_right = found is None or isinstance(found, Right)
             problem, remark = (None, found or "") if is_right else (found, "")
-            _tell(Verdict(judge.__name__, answer is None, problem, remark))
+            share = getattr(found, "share", float(is_right)) if answer is not None else 0.0
+            _tell(Verdict(judge.__name__, answer is None, problem, remark, share))
 
         check.__signature__ = signature.replace(return_annotation=None)
         check.hints = tuple(hints)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from labutils.checks.core import exercise
+from labutils.checks.core import exercise, first_problem
 from labutils.checks.toy import clipped, gradient, make_toy
 
 AmpStep = Callable[
@@ -149,7 +149,9 @@ def amp_step(step: AmpStep | None) -> str | None:
     The loss is the mean squared error. The step is run on a small network on the CPU: on ordinary
     data, on data that overflows, and repeatedly.
     """
-    return _ordinary_step(step) or _overflowing_step(step) or _second_step(step)
+    return first_problem(
+        lambda: _ordinary_step(step), lambda: _overflowing_step(step), lambda: _second_step(step)
+    )
 
 
 def _ordinary_step(step: AmpStep) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from labutils.checks.core import first_problem
 from labutils.checks.toy import Rows, clipped, make_toy
 from labutils.checks.windows import (
     NO_CLIPPING,
@@ -30,11 +31,11 @@ TOLERANCE = 0.03  # FP16 products are off by some 0.001
 def try_window(step: AmpWindow) -> str | None:
     """Return what is wrong with a step over a window; None if it is right."""
     window = make_micro_batches(WINDOW_ROWS[:4])
-    return (
-        _unclipped_window(step, window)
-        or _clipped_window(step, window)
-        or _overflowing_window(step, window)
-        or _second_window(step, window)
+    return first_problem(
+        lambda: _unclipped_window(step, window),
+        lambda: _clipped_window(step, window),
+        lambda: _overflowing_window(step, window),
+        lambda: _second_window(step, window),
     )
 
 

@@ -24,6 +24,7 @@ from labutils.exhibits.choose import choose as choose
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
 from labutils.exhibits.ledger import ledger as ledger
 from labutils.exhibits.number_data import NUMBER_FORMATS, described
+from labutils.exhibits.seeds_data import seeds as seeds
 from labutils.memory.ledger import mib
 from labutils.plotting import (
     bit_layout,

@@ -10,8 +10,18 @@ from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.ladder import guess_line, ladder
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
-from labutils.plotting.numbers import bands, bars_beside, curves, heat_map, rates, reconcile, steps
+from labutils.plotting.numbers import (
+    bands,
+    bars_beside,
+    curves,
+    heat_map,
+    rates,
+    reconcile,
+    steps,
+    strips,
+)
 from labutils.plotting.predicted_time import predicted_times
+from labutils.plotting.roofline import roofline
 from labutils.plotting.runs import (
     four_panels,
     loss_scale,
@@ -71,10 +81,12 @@ __all__ = [
     "rates",
     "reconcile",
     "relative_spacing",
+    "roofline",
     "snapshot",
     "stacked_memory",
     "step_times",
     "steps",
+    "strips",
     "throughput",
     "timeline",
     "training_step",

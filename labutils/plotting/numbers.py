@@ -160,6 +160,20 @@ def bars_beside(
     return ax
 
 
+def strips(rows: Mapping[str, Sequence[float]], xlabel: str, ax: Axes | None = None) -> Axes:
+    """Draw {row: values} as a dot for each value, and a bar at their median."""
+    ax = new_axis(ax, 7, 0.4 * len(rows) + 1)
+    for y, values in enumerate(rows.values()):
+        look = {"color": COLORS[y % len(COLORS)], "marker": MARKERS[y % len(MARKERS)]}
+        ax.plot(values, [y] * len(values), ls="", alpha=0.5, **look)
+        ax.plot(np.median(values), y, "|", color=BLACK, ms=18, mew=3)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.invert_yaxis()
+    ax.margins(y=0.2)
+    ax.set_xlabel(xlabel)
+    return ax
+
+
 def rates(by_name: Mapping[str, Mapping[int, float]], ax: Axes | None = None) -> Axes:
     """Draw {name: {n: GFLOP/s of an n×n product}} on log axes."""
     ax = new_axis(ax)

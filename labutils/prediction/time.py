@@ -84,20 +84,24 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
 def predict_run_time(run: Run) -> TimeLedger:
     """Return the predicted time of a step of a resolved run."""
     config, card = run.config, with_speed(run.card)
-    n_micro_batches = config.grad_accum_steps
-    traces = Traces(config, card.gpu)
-    trace = traces.at(config.micro_batch_size, min(n_micro_batches, 2))
+    segments, after = step_of(config, card)
     is_compiled = COMPILE_MODES[config.compile].is_on
-    precision = PRECISIONS[config.precision]
+    clock = Clock(card, tf32=PRECISIONS[config.precision].tf32, is_compiled=is_compiled)
+    clock.run(segments, after)
+    tokens = config.micro_batch_size * config.seq_len * config.grad_accum_steps
+    return clock.ledger(tokens, card, is_small=config.micro_batch_size == 1)
+
+
+def step_of(config: Config, card: Card) -> tuple[list[Segment], list[Work]]:
+    """Return what a step does: its traced segments, and what its optimizer phase has besides."""
+    n_micro_batches = config.grad_accum_steps
+    trace = Traces(config, card.gpu).at(config.micro_batch_size, min(n_micro_batches, 2))
     after = []
-    if precision.loss_scale:  # a GradScaler reads every gradient, and writes it divided
+    if PRECISIONS[config.precision].loss_scale:
+        # a GradScaler reads every gradient, and writes it divided
         n_bytes = 2 * sum(one.n_bytes for one in _gradients(trace))
         after.append(Work(ELEMENTS, n_bytes, fused_bytes=n_bytes))
-    clock = Clock(card, tf32=precision.tf32, is_compiled=is_compiled)
-    segments = segments_of(trace, 1, n_micro_batches, at_most=n_micro_batches)
-    clock.run(segments, after)
-    tokens = config.micro_batch_size * config.seq_len * n_micro_batches
-    return clock.ledger(tokens, card, is_small=config.micro_batch_size == 1)
+    return segments_of(trace, 1, n_micro_batches, at_most=n_micro_batches), after
 
 
 def with_speed(card: Card) -> Card:

@@ -21,6 +21,8 @@ PRODUCT_KINDS, ATTENTION_KINDS = (PRODUCT, BATCHED), (FLASH, EFFICIENT)
 
 # By an operation's name. All others are elementwise.
 _KINDS = {
+    PRODUCT: ("mm", "addmm"),
+    BATCHED: ("bmm", "baddbmm"),
     FUNCTIONS: ("tanh", "exp", "gelu", "gelu_backward", "silu", "silu_backward", "erf", "log"),
     ROWS: (
         "native_layer_norm",
@@ -113,7 +115,7 @@ def work_of(
     fresh = outputs if not changed else [one for one in outputs if _is_new(one, inputs)]
     writes = _accesses([*fresh, *changed], storage_of)
     work = Work(
-        kind=_kind(name),
+        kind=kind_of(name),
         n_bytes=sum(n for _, n in reads) + sum(n for _, n in writes),
         dtype=str(inputs[-1].dtype).removeprefix("torch.") if inputs else "float32",
         is_backward="backward" in name,
@@ -124,13 +126,14 @@ def work_of(
     formula = flop_registry.get(operation.overloadpacket)
     if formula:
         work.flops = int(formula(*args, **kwargs, out_val=out))
-        work.kind = PRODUCT
-    if "attention" in name:
+    if work.kind in ATTENTION_KINDS:
         _describe_attention(work, name, operation, args, kwargs, outputs)
-    elif formula and outputs[0].ndim >= 2:
-        *batch, rows, columns = outputs[0].shape
-        work.shape = (math.prod(batch), rows, columns)
-        work.kind = BATCHED if batch else PRODUCT
+    elif formula:
+        work.kind = PRODUCT
+        if outputs[0].ndim >= 2:
+            *batch, rows, columns = outputs[0].shape
+            work.shape = (math.prod(batch), rows, columns)
+            work.kind = BATCHED if batch else PRODUCT
     return work
 
 
@@ -143,7 +146,10 @@ def _longest_list(args: tuple) -> int:
     return longest
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """Return the kind of an operation by its name, without `aten::`."""
+    if "attention" in name:
+        return EFFICIENT if "efficient" in name else FLASH
     for kind, words in _KINDS.items():
         if name in words:
             return kind
@@ -196,7 +202,6 @@ def _describe_attention(
     work: Work, name: str, operation: Any, args: tuple, kwargs: dict[str, Any], outputs: Any
 ) -> None:
     """Say which kernel it is. Of causal attention half is computed, and the diagonal's tiles."""
-    work.kind = EFFICIENT if "efficient" in name else FLASH
     query, key = args[1:3] if work.is_backward else args[:2]
     batch, heads, n_queries, width = query.shape
     n_keys = key.shape[-2]

@@ -17,8 +17,16 @@ from pathlib import Path
 from labutils.config.cards import CARDS
 from labutils.config.schema import ConfigError
 from labutils.files import program
-from labutils.tools import commands, commands_predict, commands_runs
-from labutils.tools.arguments import add_config, count, gib, run_names, share
+from labutils.tools import commands, commands_grade, commands_predict, commands_runs
+from labutils.tools.arguments import (
+    Add,
+    add_bench,
+    add_config,
+    add_overrides,
+    count,
+    gib,
+    run_names,
+)
 
 try:
     import argcomplete  # optional: the shell's Tab key
@@ -29,7 +37,6 @@ DESCRIPTION = "Run, compare, predict and check experiments; look at this machine
 CONFIG = "a YAML file, or a short name such as bf16"
 RUN = "a name (its newest run), an id, or a record's path"
 DEVICES = (*CARDS, "this", "cpu")
-Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
 
 def start() -> int:
@@ -82,14 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_predictions(add)
     _add_config_files(add)
     _add_course(add)
-    _add_bench(add)
+    add_bench(add)
     return parser
 
 
 def _add_runs(add: Add) -> None:
     run = add("run", commands_runs.run, "train one experiment and save its record in runs/")
     add_config(run, f"{CONFIG}, or an unfinished run's state")
-    _add_overrides(run)
+    add_overrides(run)
     run.add_argument(
         "--repeat",
         type=count,
@@ -133,7 +140,7 @@ def _add_predictions(add: Add) -> None:
         "predict the memory and the time of an experiment on a GPU, without one",
     )
     add_config(predict, CONFIG)
-    _add_overrides(predict)
+    add_overrides(predict)
     where = predict.add_mutually_exclusive_group()
     where.add_argument(
         "--device",
@@ -154,7 +161,7 @@ def _add_predictions(add: Add) -> None:
         "advise", commands_predict.advise, "name the changes that would save most memory in a run"
     )
     advise.add_argument("run", help="a config as for predict, or a record's name, id or path")
-    _add_overrides(advise, "override a value of a config, not of a record")
+    add_overrides(advise, "override a value of a config, not of a record")
     advise.add_argument(
         "--device", choices=DEVICES, help="(a100; for a record its own kind of device)"
     )
@@ -173,7 +180,7 @@ def _add_config_files(add: Add) -> None:
     )
     add_config(export, CONFIG)
     export.add_argument("script", type=Path, metavar="FILE", help="a new file, such as train.py")
-    _add_overrides(export)
+    add_overrides(export)
     export.add_argument(
         "--device", choices=["cpu", "cuda"], help="where the script will run (what is here)"
     )
@@ -201,46 +208,23 @@ def _add_course(add: Add) -> None:
         metavar="FOLDER",
         help="execute nothing: write copies without outputs, for a class",
     )
+    labs.add_argument(
+        "--with-runs",
+        action="store_true",
+        help="with --student: also the package, the configs and this machine's records",
+    )
 
-    grade = add("grade", commands.grade, "score the exercises of submitted notebooks")
+    grade = add("grade", commands_grade.grade, "score the exercises of submitted notebooks")
     grade.add_argument("folder", type=Path)
     grade.add_argument("--csv", action="store_true", help="print CSV")
-    grade.add_argument("--seconds", type=float, default=180, help="for one notebook (180)")
-    grade.add_argument("--memory-gib", type=float, default=6, help="for one notebook, on Linux (6)")
-
-
-def _add_bench(add: Add) -> None:
-    bench = add(
-        "bench",
-        commands.bench,
-        "compare the optimized config with what a user would write instead, in turns",
+    grade.add_argument("--out", type=Path, help="where tables and pages go (runs/grades/FOLDER)")
+    grade.add_argument("--points", type=Path, help="YAML file: exercise: points")
+    grade.add_argument(
+        "--seconds", type=float, default=10, help="of processor time for one answer (10)"
     )
-    bench.add_argument(
-        "--quick", action="store_true", help="few steps: tests the harness, not the speed"
+    grade.add_argument("--memory-gib", type=float, default=6, help="for one answer, on Linux (6)")
+    grade.add_argument("--at-once", type=int, help="answers judged at once (one for each core)")
+    grade.add_argument(
+        "--retry", action="store_true", help="judge again what ran out of time or memory"
     )
-    bench.add_argument(
-        "--ablate",
-        nargs="?",
-        const=(1, 1),
-        type=share,
-        metavar="K/N",
-        help="take back one of its switches in each row; K/N: the K-th of N shares of the rows",
-    )
-    bench.add_argument(
-        "--scale",
-        nargs="*",
-        metavar="SWEEP",
-        help="how cost grows with batch, length, layers, width and vocabulary, or some of them",
-    )
-    bench.add_argument(
-        "--arms", nargs="+", default=[], metavar="ARM", help="beside ours, these arms only"
-    )
-    bench.add_argument("--blocks", type=count, default=7, help="timed blocks of each arm (7)")
-    bench.add_argument("--steps", type=count, default=10, help="steps in a block (10)")
-    _add_overrides(bench)
-
-
-def _add_overrides(parser: argparse.ArgumentParser, text: str = "override a value") -> None:
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help=text
-    )
+    grade.add_argument("--no-capstone", action="store_true", help="train no twins")

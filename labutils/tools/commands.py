@@ -1,4 +1,4 @@
-"""Commands on config files (check, new, export) and on the course (doctor, labs, grade, bench).
+"""Commands on config files (check, new, export) and on the course (doctor, labs, bench).
 
 Each takes the parsed options and returns an exit code. What needs torch is imported late.
 """
@@ -182,7 +182,7 @@ def _points(measured: Measured) -> Iterator[tuple[float, float]]:
 
 def labs(options: argparse.Namespace) -> int:
     """Execute notebooks, all of them or those named; or write copies of them for students."""
-    from labutils.tools.labs import execute, write_student_copy
+    from labutils.tools.labs import execute, write_course, write_student_copy
 
     all_of_them = [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
     chosen = [Path(name) for name in options.notebook] or all_of_them
@@ -190,6 +190,8 @@ def labs(options: argparse.Namespace) -> int:
         for path in chosen:
             source = path if path.exists() else REPO_DIR / path.name
             print(f"wrote {write_student_copy(source, options.student)}, without outputs")
+        if options.with_runs:
+            print(f"wrote the package, the configs and {write_course(options.student)} records")
         return 0
     code = 0
     for path in chosen:
@@ -202,22 +204,6 @@ def labs(options: argparse.Namespace) -> int:
         print(f"wrote {save_all()}")
     print(f"wrote {write_site()}: it leads to all pages")
     return code
-
-
-def grade(options: argparse.Namespace) -> int:
-    """Print a table of the exercises that were solved."""
-    from labutils.tools.grade import grade_folder
-
-    try:
-        table = grade_folder(options.folder, options.seconds, options.memory_gib)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if options.csv:
-        print(table.to_csv(index=False), end="")
-    else:
-        print(table.to_string(index=False))
-    return 0
 
 
 def bench(options: argparse.Namespace) -> int:

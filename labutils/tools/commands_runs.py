@@ -182,7 +182,7 @@ def compare(options: argparse.Namespace) -> int:
     if options.csv:
         print(table.to_csv(), end="")
     else:
-        print(fitted(readable(table), terminal_width()))
+        print(fitted(readable(table), terminal_width(), ["tokens_per_s"]))
     for note in table.attrs["notes"]:
         print(note, file=sys.stderr)
     return 0

@@ -6,6 +6,7 @@ The committed files stay as they are.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,12 +16,14 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbconvert.filters import strip_ansi
 
-from labutils.files import REPO_DIR, runs_dir, write_atomically
+from labutils.files import CONFIGS_DIR, REPO_DIR, runs_dir, write_atomically
 from labutils.machine.gpu import choose_device
 from labutils.machine.here import product_name
 from labutils.tools.pages import page
+from labutils.training.records import find_runs
 
 CELL_TIMEOUT_S = 1200
+COURSE_FILES = "README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt"
 QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
 
 
@@ -113,3 +116,25 @@ def write_student_copy(path: Path, folder: Path) -> Path:
         raise FileExistsError(f"{target} exists already; choose another folder")
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
     return target
+
+
+def write_course(folder: Path) -> int:
+    """Write what notebooks need beside them, and the records in runs/; return how many those are.
+
+    The folder then runs by itself: figures of records are there before anything is trained. Tests
+    and solutions are not copied.
+    """
+    for name in COURSE_FILES:
+        if (REPO_DIR / name).exists():
+            shutil.copy(REPO_DIR / name, folder / name)
+    package = Path(__file__).resolve().parent.parent
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "configs").mkdir()
+    for path in [*CONFIGS_DIR.glob("*_config.yaml"), CONFIGS_DIR / "schema.json"]:
+        shutil.copy(path, folder / "configs" / path.name)
+    (folder / "runs").mkdir()
+    records = find_runs()[0]
+    for record in records:
+        name = f"{record.name}-{record.id}.json"
+        shutil.copy(runs_dir() / name, folder / "runs" / name)
+    return len(records)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 WIDE = 1000  # columns, where output goes into a file or another program
-NARROWEST = 12  # of a column whose text is broken into lines
+NARROWEST = 9  # of a column whose text is broken into lines
 GAP = "  "
 
 
@@ -58,17 +58,20 @@ def _widths(rows: list[list[str]], width: int) -> list[int]:
 
 
 def _lines(rows: list[list[str]], widths: list[int]) -> list[str]:
+    """Return the rows as lines; columns of numbers are aligned to the right, words to the left."""
+    aligned = []
+    for column in zip(*rows, strict=True):
+        aligned.append(str.rjust if all(map(_is_number, column[1:])) else str.ljust)
     lines = []
     for row in rows:
         cells = [textwrap.wrap(text, w) or [""] for text, w in zip(row, widths, strict=True)]
         for k in range(max(map(len, cells))):
-            parts = [cell[k] if k < len(cell) else "" for cell in cells]
-            line = [_aligned(*part) for part in zip(parts, widths, row, strict=True)]
+            line = []
+            for cell, align, width in zip(cells, aligned, widths, strict=True):
+                line.append(align(cell[k] if k < len(cell) else "", width))
             lines.append(GAP.join(line).rstrip())
     return lines
 
 
-def _aligned(part: str, width: int, whole: str) -> str:
-    """Return a text in its column: numbers to the right, words to the left."""
-    is_number = whole.strip("–-+%") == "" or whole[:1] in "+-0123456789"
-    return part.rjust(width) if is_number and " " not in whole else part.ljust(width)
+def _is_number(text: str) -> bool:
+    return text in ("", "–") or text.replace(",", "").lstrip("+-").replace(".", "", 1).isdigit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,8 +10,23 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from labutils.files import runs_dir
 from labutils.memory.device_memory import free_memory
+from labutils.prediction.work import kind_of
 from labutils.training.alternate import alternate
 
+# In names of kernels that use tensor cores. Source: torch-tb-profiler, utils/tensor_core.py in
+# github.com/pytorch/kineto; "gmma" and "tensorop" (cuBLAS, CUTLASS) and "flash" are added here.
+TENSOR_CORE_WORDS = (
+    "h884",
+    "s884",
+    "h1688",
+    "s1688",
+    "hmma",
+    "16816",
+    "xmma_gemm",
+    "gmma",
+    "tensorop",
+    "flash",
+)
 WARM_UP = 2  # calls that are left out: they choose kernels and allocate
 
 
@@ -78,6 +93,41 @@ def _sums(found: profile, by: str, unit: float, shape: tuple[int, ...]) -> dict[
         value, calls = sums.get(name, (0.0, 0))
         sums[name] = (value + unit * getattr(event, by), calls + event.count)
     return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
+
+
+def ms_by_kind(own: Mapping[str, tuple[float, int]], n: int = 1) -> dict[str, float]:
+    """Return {kind of operation: ms of one of `n` calls} from what `own_ms` returns.
+
+    Kinds are those of `prediction.work`. What only looks at memory anew counts as elementwise.
+    """
+    found: dict[str, float] = {}
+    for name, (ms, _) in own.items():
+        kind = kind_of(name)
+        found[kind] = found.get(kind, 0.0) + ms / n
+    return found
+
+
+def kernel_ms(found: profile) -> dict[str, float]:
+    """Return {name of a GPU's kernel: ms}; empty for a profile of a CPU."""
+    sums: dict[str, float] = {}
+    for event in found.key_averages():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            sums[event.key] = sums.get(event.key, 0.0) + 1e-3 * event.self_device_time_total
+    return sums
+
+
+def tensor_core_share(kernels: Mapping[str, float]) -> float | None:
+    """Return the share of kernels' time in those that use tensor cores by name; None without any.
+
+    A heuristic: names change with each version of cuBLAS. Counters of the hardware say it surely.
+    """
+    whole = sum(kernels.values())
+    if not whole:
+        return None
+    found = 0.0
+    for name, ms in kernels.items():
+        found += ms * any(word in name for word in TENSOR_CORE_WORDS)
+    return found / whole
 
 
 def clock_ms(call: Callable[[], object], device: torch.device, n: int = 7) -> list[float]:

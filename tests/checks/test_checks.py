@@ -6,7 +6,7 @@ import nbformat
 import pytest
 
 from labutils import checks
-from labutils.tools.grade import exercises_of
+from labutils.tools.grading.notebook import exercises_of
 from tests.helpers import REPO, committed
 
 
@@ -39,7 +39,7 @@ def test_every_exercise_is_in_a_notebook_and_every_check_there_exists():
         text = committed(path.relative_to(REPO).as_posix())
         for cell in nbformat.reads(text, as_version=4).cells:
             if cell.cell_type == "code":
-                called |= set(exercises_of(cell.source))
+                called |= set(exercises_of([cell.source]))
     assert called == checks.EXERCISES.keys()
 
 

@@ -12,6 +12,7 @@ from matplotlib.patches import Rectangle
 import labutils as lab
 from labutils import plotting
 from labutils.memory.ledger import MemoryLedger
+from labutils.prediction.roofline import Roof
 from labutils.prediction.time import TimeLedger
 from labutils.training.records import Series
 from tests.training.test_ladder import rows_of
@@ -64,7 +65,33 @@ DRAWINGS = {
         ax,
     ),
     "heat_map": lambda ax: plotting.heat_map(np.eye(2), "ab", "cd", ax),
+    "strips": lambda ax: plotting.strips({"odd": [1.0, 2.0, 9.0], "even": [3.0]}, "ms", ax),
+    "roofline": lambda ax: plotting.roofline(
+        Roof({"float32": 1e12, "float16": 8e12}, 1e11),
+        {"fp32": "float32", "fp16": "float16"},
+        {"products": [(4.0, 3e11), (100.0, 5e11)]},
+        ax,
+    ),
 }
+
+
+def test_a_strip_marks_the_median_of_each_row():
+    ax = plotting.strips({"odd": [1.0, 2.0, 9.0], "even": [3.0, 5.0]}, "ms")
+    medians = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"]
+    assert medians == [2.0, 4.0]
+    assert words(ax.get_yticklabels()) == ["odd", "even"]
+    plt.close("all")
+
+
+def test_a_roofline_bends_at_the_ridge_and_stays_flat():
+    ax = DRAWINGS["roofline"](None)
+    roof, _, points = ax.lines
+    intensity, rate = roof.get_xdata(), roof.get_ydata()
+    assert rate.max() == 1000 and rate[0] == pytest.approx(100 * intensity[0])  # GFLOP/s
+    assert (rate[intensity >= 10.0] == 1000).all() and (rate[intensity < 9.9] < 1000).all()
+    assert list(points.get_xdata()) == [4.0, 100.0]
+    assert list(points.get_ydata()) == [300.0, 500.0]
+    plt.close("all")
 
 
 def test_a_band_is_the_mean_with_the_spread_of_the_seeds():

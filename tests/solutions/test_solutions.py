@@ -16,11 +16,14 @@ from labutils import checks
 from labutils.checks.accumulation import INNOCENT, LATE_LINE
 from labutils.checks.epoch_trials import judge_epoch
 from labutils.checks.quiz import QUIZZES
-from labutils.tools.grade import grade
+from labutils.tools.grading.grade import grade_folder
 from tests.helpers import committed
 from tests.solutions import (
+    further_eight_bits,
+    further_numerics,
     further_scaler,
     further_speed,
+    further_where_time_goes,
     notebook_01,
     notebook_02,
     notebook_03,
@@ -29,7 +32,8 @@ from tests.solutions import (
 )
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
-NOTEBOOKS += (further_scaler, further_speed, notebook_capstone)
+NOTEBOOKS += (further_eight_bits, further_numerics, further_scaler, further_speed)
+NOTEBOOKS += (further_where_time_goes, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 
@@ -255,7 +259,8 @@ def test_the_grader_scores_answers_that_are_code(tmp_path, notebook, places):
                 answered = f"{helpers}\n{inspect.getsource(answer)}\n{use}"
                 cell.source = cell.source.replace(line, answered)
     nbformat.write(body, tmp_path / "answered.ipynb")
-    verdicts = {one.exercise: one.verdict for one in grade(tmp_path / "answered.ipynb")}
+    table = grade_folder(tmp_path)
+    verdicts = dict(zip(table.exercise, table.verdict, strict=True))
     right = {name for name, found in verdicts.items() if found == "right"}
     assert right == {start.partition(" ")[0].replace("chosen", "budget") for start in places}
     assert set(verdicts.values()) == {"right", "open"}

@@ -1,0 +1,43 @@
+"""Answers to the exercise of further/numerics, right and wrong.
+
+This folder can be removed without breaking the course.
+"""
+
+import math
+
+import torch
+
+from tests.solutions.answers import Solution, broken
+
+NOTEBOOK = "further/numerics.ipynb"
+SECRETS = r"lower = |eps / 4|nextafter"  # what neither hints nor the notebook may say
+
+
+def limit(weight, dtype, direction):
+    mantissa, exponent = math.frexp(weight)
+    spacing = torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
+    lower = direction < 0 and mantissa == 0.5
+    return spacing / 4 if lower else spacing / 2
+
+
+def neighbours(weight, dtype, direction):
+    toward = torch.tensor(math.copysign(math.inf, direction), dtype=dtype)
+    return (torch.tensor(weight, dtype=dtype).nextafter(toward).item() - weight) * direction / 2
+
+
+SOLUTIONS = [
+    Solution(
+        "lost_below",
+        right=[limit, neighbours],
+        wrong=[
+            (broken(limit, ("spacing / 2", "spacing")), "too high"),
+            (lambda w, dtype, direction: torch.finfo(dtype).eps * w / 2, "1.5 in bfloat16"),
+            (lambda w, dtype, direction: torch.finfo(dtype).eps / 2, "0.375"),
+            (lambda w, dtype, direction: limit(w, torch.bfloat16, direction), "1.5 in float16"),
+            (broken(limit, ("spacing / 4", "spacing / 2")), "1 in bfloat16 and updates of sign -"),
+            (lambda w, dtype, direction: torch.finfo(dtype).tiny, "too low"),
+            (lambda w, dtype, direction: None, "a positive number"),
+            (lambda w, dtype: 1.0, "it raised TypeError"),
+        ],
+    ),
+]

@@ -1,0 +1,153 @@
+"""Five precisions over paired seeds: runs, statistics, the record, and whether two agree."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+
+import labutils as lab
+from labutils.tools.bench import stability_record
+from labutils.training import stability
+from tests.helpers import CPU
+
+
+def test_the_arms_of_a_seed_differ_in_precision_and_rounding_alone():
+    configs = [stability.config_of(arm, "usual", 3).model_dump() for arm in stability.ARMS]
+    for config in configs:
+        for key in ("name", "note", "precision", "optimizer"):
+            config.pop(key)
+    assert all(config == configs[0] for config in configs)
+    for arm in stability.ARMS:
+        config = stability.config_of(arm, "usual", 0)
+        assert config.on("cpu") == config.on("cuda")  # the record is of this model on any device
+
+
+def test_a_run_is_repeated_exactly_and_a_short_one_begins_a_longer_one(runs):
+    long = stability.run_one("pure_bf16_sr", "small", 1, CPU, 24)
+    short = stability.run_one("pure_bf16_sr", "small", 1, CPU, 16)
+    assert long[:2].equals(short)
+    other = stability.run_one("pure_bf16_sr", "small", 2, CPU, 16)
+    assert other.loss[0] != short.loss[0]
+    assert long.loss[1] < long.loss[0]
+
+
+def test_a_rate_that_is_far_too_high_ends_in_rows_without_a_loss(runs):
+    rows = stability.run_one("fp32", "far too high", 0, CPU, 32)
+    finite = [math.isfinite(loss) for loss in rows.loss]
+    assert finite[0] and not finite[-1]
+    assert finite == sorted(finite, reverse=True)  # no loss is finite after one that was not
+    assert list(rows.step) == [8, 16, 24, 32]
+
+
+def test_steps_that_are_no_multiple_are_refused():
+    with pytest.raises(ValueError, match="no multiple of 8"):
+        stability.run_one("fp32", "small", 0, CPU, 12)
+    with pytest.raises(ValueError, match="no multiple of 8"):
+        stability.run_one("fp32", "small", 0, CPU, 0)
+
+
+def test_rows_have_the_mean_of_their_steps_and_the_skips_so_far():
+    losses = [float(i) for i in range(16)]
+    skipped = [True, *[False] * 11, True, True, False, False]
+    rows = stability.rows_of("fp16", "usual", 0, losses, skipped, 24)
+    assert rows.loss.tolist()[:2] == [3.5, 11.5]
+    assert math.isnan(rows.loss[2])  # the run ended early
+    assert rows.skipped.tolist() == [1, 3, 3]
+    hole = [1.0] * 8 + [math.inf] * 8 + [1.0] * 8
+    found = stability.rows_of("fp32", "usual", 0, hole, [False] * 24, 24).loss
+    assert found[0] == 1.0 and math.isnan(found[1]) and math.isnan(found[2])
+
+
+def test_an_interval_is_that_of_students_t():
+    base, other = [1.0, 2.0, 3.0, 4.0], [1.5, 2.25, 3.75, 4.5]
+    one = lab.stability.difference(base, other)
+    half = 3.182 * statistics.stdev([0.5, 0.25, 0.75, 0.5]) / 2
+    assert (one.mean, one.n) == (0.5, 4)
+    assert (one.low, one.high) == pytest.approx((0.5 - half, 0.5 + half))
+    assert one.verdict == "higher"
+    assert lab.stability.difference(other, base).verdict == "lower"
+    assert lab.stability.difference([1.0, 2.0], [1.5, 2.1]).verdict == "cannot tell"
+    with pytest.raises(ValueError):
+        lab.stability.difference([1.0], [1.0, 2.0])
+
+
+def test_pairs_that_are_not_finite_are_left_out():
+    one = stability.difference([1.0, math.nan, 3.0], [2.0, 2.0, 4.5])
+    assert (one.mean, one.n) == (1.25, 2)
+    assert stability.difference([math.nan], [1.0]).verdict == "cannot tell"
+    assert stability.difference([1.0], [2.0]).verdict == "cannot tell"
+
+
+def test_the_table_of_t_ends_where_it_says():
+    many = [float(i) for i in range(13)]
+    with pytest.raises(ValueError, match="ends at 12"):
+        stability.difference(many, many)
+
+
+@pytest.mark.parametrize(("low", "high", "agrees"), [(0.3, 0.5, False), (0.15, 0.5, True)])
+def test_two_results_agree_if_their_intervals_overlap(low, high, agrees):
+    recorded = stability.Difference(0.1, 0.0, 0.2, 8)
+    rerun = stability.Difference((low + high) / 2, low, high, 4)
+    assert stability.agrees(rerun, recorded) is agrees
+    assert stability.agrees(recorded, rerun) is agrees
+
+
+def test_the_command_writes_what_can_be_read_and_continues(runs, tmp_path, monkeypatch):
+    path = tmp_path / "record.csv"
+    monkeypatch.setattr(stability, "ARMS", {"fp32": stability.ARMS["fp32"]})
+    options = ["--seeds", "2", "--steps", "8", "--to", str(path)]
+    stability_record.main(options)
+    facts, rows = stability.read(path)
+    assert {"device", "torch", "python", "commit", "corpus", "threads", "rates"} <= facts.keys()
+    assert len(stability.column(rows, "fp32", "usual", 8)) == 2
+    with pytest.raises(ValueError, match="after 9 steps"):
+        stability.column(rows, "fp32", "usual", 9)
+    monkeypatch.setattr(stability, "run_one", None)  # nothing is trained twice
+    stability_record.main(options)
+    assert stability.read(path)[1].equals(rows)
+
+
+def test_the_shipped_record_is_whole_and_names_its_hardware():
+    facts, rows = stability.read()
+    assert stability.RECORD.stat().st_size <= 60_000
+    assert facts["device"] and facts["torch"] and facts["threads"] == "1"
+    assert facts["commit"] != "unknown" and not facts["commit"].endswith("+")
+    steps = sorted(rows.step.unique())
+    assert steps == list(range(stability.EVERY, stability.STEPS + 1, stability.EVERY))
+    for rate in stability.RATES:
+        for arm in stability.ARMS:
+            for step in steps:
+                assert len(stability.column(rows, arm, rate, step)) >= 8
+    assert set(rows[rows.arm != "fp16"].skipped) == {0}
+    for rate, value in stability.RATES.items():
+        assert f"{rate} {value:g}" in facts["rates"]
+
+
+def test_the_shipped_record_says_what_the_notebook_says_of_it():
+    _, rows = stability.read()
+    verdicts = {}
+    for arm in stability.ARMS:
+        pair = [stability.column(rows, one, "small", stability.STEPS) for one in ("fp32", arm)]
+        verdicts[arm] = stability.difference(*pair).verdict
+    assert verdicts["bf16"] == verdicts["pure_bf16_sr"] == "cannot tell"
+    assert verdicts["pure_bf16"] == verdicts["fp16"] == "higher"
+    skipped = stability.column(rows, "fp16", "far too high", stability.STEPS, "skipped")
+    assert statistics.fmean(skipped) > stability.STEPS / 2
+
+
+def test_a_short_rerun_agrees_with_the_shipped_record(runs):
+    """Versions and texts differ between machines; the paired difference does not."""
+    _, recorded = stability.read()
+    found = {arm: [] for arm in ("fp32", "pure_bf16")}
+    for arm, losses in found.items():
+        for seed in range(3):
+            losses += stability.column(
+                stability.run_one(arm, "small", seed, CPU, 16), arm, "small", 16
+            )
+    rerun = stability.difference(found["fp32"], found["pure_bf16"])
+    pair = [stability.column(recorded, arm, "small", 16) for arm in found]
+    assert stability.agrees(rerun, stability.difference(*pair))
+    opposite = stability.difference(found["pure_bf16"], found["fp32"])
+    assert not stability.agrees(opposite, stability.difference(*pair))
