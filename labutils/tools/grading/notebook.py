@@ -7,16 +7,14 @@ statements count that define what the answer uses; training and drawing are left
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import json
-import re
-import symtable
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from labutils.files import REPO_DIR
+from labutils.tools.grading.names import names_of, parsed
 
 NOT_EXERCISES = {"hint", "self_test"}
 PYTHON_MAGICS = ("%%time", "%%capture", "%%timeit", "%%python")
@@ -77,25 +75,24 @@ def is_python(cell: str) -> bool:
     return bool(parsed(cell).body) or not cell.strip()
 
 
-@functools.lru_cache(maxsize=4096)
-def parsed(cell: str) -> ast.Module:
-    """Return a cell's tree; an empty one if it is not Python."""
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        return ast.parse(cell)
-    return ast.Module([], [])
-
-
 def calls_in(cells: Sequence[str]) -> Iterator[Call]:
     """Yield the checks that the cells call, in order."""
     for number, cell in enumerate(cells):
-        for at, statement in enumerate(parsed(cell).body):
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    owner = ast.unparse(node.func.value)
-                    name = node.func.attr
-                    is_check = owner.endswith("checks") and not name.startswith("_")
-                    if is_check and name not in NOT_EXERCISES:
-                        yield Call(name, number, at, node)
+        for name, at, node in _checks_in(cell):
+            yield Call(name, number, at, node)
+
+
+@functools.lru_cache(maxsize=16384)  # a class hands in the same cells many times
+def _checks_in(cell: str) -> tuple[tuple[str, int, ast.Call], ...]:
+    found = []
+    for at, statement in enumerate(parsed(cell).body):
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner, name = ast.unparse(node.func.value), node.func.attr
+                is_check = owner.endswith("checks") and not name.startswith("_")
+                if is_check and name not in NOT_EXERCISES:
+                    found.append((name, at, node))
+    return tuple(found)
 
 
 def exercises_of(cells: Sequence[str]) -> list[str]:
@@ -151,8 +148,8 @@ def answer_of(cells: Sequence[str], call: Call, parameter: str) -> Cut:
 
 def cut(cells: Sequence[str], call: Call, expression: ast.expr) -> Cut:
     """Return the statements above a call that define what an expression uses."""
-    places = [(i, one) for i in range(call.cell) for one in parsed(cells[i]).body]
-    places += [(call.cell, one) for one in parsed(cells[call.cell]).body[: call.statement]]
+    places = [(i, one) for i in range(call.cell) for one in statements(cells[i])]
+    places += [(call.cell, one) for one in statements(cells[call.cell])[: call.statement]]
     before = [statement for _, statement in places]
     text = ast.unparse(ast.fix_missing_locations(expression))
     # a body looks its names up when it runs, so they may be defined below it: once more, with them
@@ -160,71 +157,51 @@ def cut(cells: Sequence[str], call: Call, expression: ast.expr) -> Cut:
     while True:
         chosen, found = _needed(before, names_of(text).uses | late)
         if found <= late:
-            source = "\n".join(ast.unparse(before[i]) for i in chosen)
+            source = "\n".join(before[i].source for i in chosen)
             return Cut(source, text, tuple(sorted({places[i][0] for i in chosen})))
         late |= found
 
 
-def _needed(statements: Sequence[ast.stmt], wanted: set[str]) -> tuple[list[int], set[str]]:
+@dataclass(frozen=True)
+class Statement:
+    """A statement of a cell. `replaces` says whether nothing older of the names it sets is left."""
+
+    source: str
+    imports: frozenset[str]
+    replaces: bool
+
+
+@functools.lru_cache(maxsize=16384)
+def statements(cell: str) -> tuple[Statement, ...]:
+    """Return the statements of a cell."""
+    simple = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)
+    return tuple(
+        Statement(ast.unparse(one), _imported(one), isinstance(one, simple))
+        for one in parsed(cell).body
+    )
+
+
+def _needed(before: Sequence[Statement], wanted: set[str]) -> tuple[list[int], set[str]]:
     """Return the numbers of the statements that define `wanted`, and what their bodies look up."""
     chosen: list[int] = []
     late: set[str] = set()
-    modules = {name for one in statements for name in _imported(one)}
-    for i in reversed(range(len(statements))):
-        names = names_of(ast.unparse(statements[i]))
+    modules = frozenset().union(*(statement.imports for statement in before))
+    for i in reversed(range(len(before))):
+        names = names_of(before[i].source)
         changed = (names.changes - modules) & wanted
         if not (names.defines & wanted or changed):
             continue
         chosen.insert(0, i)
-        if isinstance(statements[i], (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)):
+        if before[i].replaces:
             wanted = wanted - names.defines
         wanted = wanted | names.uses
         late |= names.late
     return chosen, late
 
 
-def _imported(statement: ast.stmt) -> set[str]:
+def _imported(statement: ast.stmt) -> frozenset[str]:
     imports = [
         node for node in ast.walk(statement) if isinstance(node, (ast.Import, ast.ImportFrom))
     ]
     names = [alias.asname or alias.name for one in imports for alias in one.names]
-    return {name.split(".")[0] for name in names}
-
-
-@dataclass(frozen=True)
-class Names:
-    """What a statement does with names, those local to a function left out.
-
-    `changes` are objects of which it sets a part or calls a method, `late` what bodies look up.
-    """
-
-    defines: set[str]
-    changes: set[str]
-    uses: set[str]
-    late: set[str]
-
-
-@functools.lru_cache(maxsize=16384)
-def names_of(source: str) -> Names:
-    """Return what the names in a statement or an expression are there for."""
-    tree, names = parsed(source), Names(set(), set(), set(), set())
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
-            names.changes.add(re.split(r"\W", ast.unparse(node))[0])  # c of c["x"] = 1
-    for statement in tree.body:
-        is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-        if is_call and isinstance(statement.value.func, ast.Attribute):
-            names.changes.add(re.split(r"\W", ast.unparse(statement.value.func))[0])
-    scopes = [symtable.symtable(source, "cell", "exec")] if tree.body else []
-    while scopes:
-        scope = scopes.pop()
-        is_cell = scope.get_type() == "module"
-        for symbol in scope.get_symbols():
-            if is_cell and (symbol.is_assigned() or symbol.is_imported()):
-                names.defines.add(symbol.get_name())
-            if symbol.is_referenced() and (is_cell or symbol.is_global()):
-                names.uses.add(symbol.get_name())
-                if scope.get_type() == "function":
-                    names.late.add(symbol.get_name())
-        scopes += scope.get_children()
-    return names
+    return frozenset(name.split(".")[0] for name in names)

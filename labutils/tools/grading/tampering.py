@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 from labutils.files import REPO_DIR
-from labutils.tools.grading.notebook import course, parsed
+from labutils.tools.grading.names import parsed
+from labutils.tools.grading.notebook import course
 
 SUBMISSION = "<submission>"
 # Attributes through which a function reaches what does not belong to it.

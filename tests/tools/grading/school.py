@@ -16,7 +16,7 @@ from types import ModuleType
 
 import nbformat
 
-from labutils.tools.grading.notebook import names_of
+from labutils.tools.grading.names import names_of
 from tests.helpers import REPO
 from tests.solutions import (
     further_scaler,
