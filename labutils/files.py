@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,11 @@ REFERENCE_DIR = Path(__file__).resolve().parent / "reference"
 def runs_dir() -> Path:
     """Return the folder of generated files: `runs/` beside the notebooks, or LABUTILS_RUNS."""
     return Path(os.environ.get("LABUTILS_RUNS") or REPO_DIR / "runs").expanduser().resolve()
+
+
+def program() -> str:
+    """Return what the course's commands begin with: `labutils` where the shell finds it."""
+    return "labutils" if shutil.which("labutils") else "python -m labutils"
 
 
 def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.machine.gpu import choose_device, diagnose, gpu_facts
-from labutils.machine.host import usable_cpus
+from labutils.machine.threads import choose_threads
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.prediction.out_of_memory import suggest_changes
@@ -23,11 +22,11 @@ from labutils.techniques import compiling
 def setup() -> torch.device:
     """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
 
-    Torch gets no more threads than this process may use CPUs, and on Windows no more of a card's
-    memory than is free. Errors that say out of memory are shortened: see `explain_in_notebooks`.
-    Two warnings of the compiler are silenced: see `compiling.silence_known_warnings`.
+    On a busy machine torch computes with one thread (see `choose_threads`). On Windows it gets no
+    more of a card's memory than is free. Errors that say out of memory are shortened: see
+    `explain_in_notebooks`. Two warnings of the compiler are silenced: see
+    `compiling.silence_known_warnings`.
     """
-    torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
     explain_in_notebooks()
     compiling.silence_known_warnings()
     # pandas would cut the reasons in our tables short
@@ -36,18 +35,15 @@ def setup() -> torch.device:
     problem = diagnose(facts)
     device = torch.device("cuda" if facts.usable and not problem else "cpu")
     cap_to_free(device)
+    said = choose_threads()
     if problem:
         print(f"!! GPU NOT USED: {problem}\n")
     facts = here.environment(device)
     del facts["device_type"]
+    facts.pop("threads", None)  # the device's name has it
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
-    if device.type == "cpu" and busy > 1.25 * (os.cpu_count() or 1):
-        print(
-            f"!! This machine is busy (load {busy:.1f} on {os.cpu_count()} CPUs): timings are "
-            "unreliable. For two notebooks at once, start Jupyter with OMP_NUM_THREADS=1 in its "
-            "environment"
-        )
+    if said and device.type == "cpu":
+        print(f"!! {said}")
     return device
 
 

@@ -32,6 +32,8 @@ def _isolated(monkeypatch, runs_root, shipped_configs):
     monkeypatch.setattr(config, "CONFIGS_DIR", shipped_configs)
     monkeypatch.setenv("LABUTILS_RUNS", str(runs_root))
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    # else a busy machine would decide how many threads a test and its child processes have
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a hub that refuses
     torch.manual_seed(0)
 

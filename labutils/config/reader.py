@@ -25,7 +25,9 @@ from labutils.config.yaml_source import (
     scalar,
     unknown_key,
 )
-from labutils.files import CONFIGS_DIR
+from labutils.files import CONFIGS_DIR, program
+
+MANY_KEYS = 3  # more that are missing share a line
 
 
 def _expected(key: str, error: Mapping[str, Any]) -> str:
@@ -69,17 +71,29 @@ def _validate(values: dict[str, Any], source: Source, under: tuple[str, ...] = (
             source.add_for(key, unknown_key(key), at_value=False, under=under)
         elif error["type"] != "missing":
             source.add_for(key, _expected(key, error), under=under)
-        elif (key,) not in source.marks:
-            source.add(
-                None,
-                f"missing key `{key}`; a config is complete (see configs/fp32_config.yaml)",
-                key,
-            )
+    _report_missing([key for key, error in errors if error["type"] == "missing"], source)
     bad = {key for key, _ in errors}
     where = " (on a CPU, with what `when_cpu` sets)" if under else ""
     for key, text in contradictions({k: v for k, v in values.items() if k not in bad}):
         if (key, f"`{key}`: {text}") not in source.errors:  # else the main part has it already
             source.add_for(key, f"`{key}`: {text}{where}", under=under)
+
+
+def _report_missing(keys: list[str], source: Source) -> None:
+    """Report missing keys, in one line if there are many; not those that are there misspelt."""
+    reported = " ".join(message for _, message in source.errors)
+    keys = [key for key in keys if (key,) not in source.marks and f"mean `{key}`" not in reported]
+    if len(keys) <= MANY_KEYS:
+        for key in keys:
+            message = f"missing key `{key}`; a config is complete (see configs/fp32_config.yaml)"
+            source.add(None, message, key)
+        return
+    names = ", ".join(f"`{key}`" for key in keys[:MANY_KEYS])
+    source.add(
+        None,
+        f"{len(keys)} keys are missing, such as {names}; a config is complete: "
+        f"`{program()} new NAME` copies one to edit",
+    )
 
 
 def parse_overrides(pairs: Iterable[str]) -> dict[str, Any]:
@@ -146,7 +160,7 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     `file:line:column` line for each mistake.
     """
     path = find_config(path)
-    source = Source(_shown(path))
+    source = Source(shown(path))
     node = read_node(path, source)
     source.raise_if_any()
     values = mapping(node, source)
@@ -215,7 +229,8 @@ def _resolve_corpus(
         values["corpus"] = str(path)
 
 
-def _shown(path: Path) -> str:
+def shown(path: Path) -> str:
+    """Return a path as errors name it: from the course's folder, if it lies there."""
     try:
         return path.resolve().relative_to(CONFIGS_DIR.parent).as_posix()
     except ValueError:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from labutils.config.schema import KEYS, ConfigError
-from labutils.files import CONFIGS_DIR
+from labutils.files import CONFIGS_DIR, program
 
 MAX_BRACKETS = 200  # none is needed; a note may have some
 MAX_FILE_BYTES = 64 * 1024  # a config is one screen; anything larger is some other file
@@ -92,8 +92,7 @@ def read_node(path: Path, source: Source) -> yaml.Node | None:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        names = [p.name for p in (*path.parent.glob("*.y*ml"), *CONFIGS_DIR.glob("*.yaml"))]
-        source.add(None, f"no such file.{did_you_mean(path.name, names)}")
+        source.add(None, f"no such file.{_nearest_file(path)}")
     except IsADirectoryError:
         source.add(None, "is a folder; name one YAML file in it")
     except OSError as error:
@@ -108,6 +107,20 @@ def read_node(path: Path, source: Source) -> yaml.Node | None:
         else:
             return _compose(raw, source)
     return None
+
+
+def _nearest_file(path: Path) -> str:
+    """Return a hint at the file, or at the short name, that is meant."""
+    if path.suffix or path.parent != Path():
+        names = [p.name for p in (*path.parent.glob("*.y*ml"), *CONFIGS_DIR.glob("*.yaml"))]
+        return did_you_mean(path.name, names)
+    return did_you_mean(path.name, short_names()) or f" There are: {', '.join(short_names())}"
+
+
+def short_names() -> list[str]:
+    """Return the short names of the configs there are: bf16 for configs/bf16_config.yaml."""
+    stems = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml"))]
+    return [stem.removesuffix("_config").removeprefix("my_") for stem in stems]
 
 
 _YAML_HELP = {
@@ -147,7 +160,7 @@ def _compose(raw: bytes, source: Source) -> yaml.Node | None:
         elif not documents or documents[0].tag == "tag:yaml.org,2002:null":
             source.add(
                 None,
-                "is empty; copy one of the files in configs/, or run `python -m labutils new NAME`",
+                f"is empty; copy one of the files in configs/, or run `{program()} new NAME`",
             )
         else:
             return documents[0]
@@ -187,9 +200,10 @@ def mapping(node: yaml.Node, source: Source, prefix: tuple[str, ...] = ()) -> di
     return found
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question that names the choice most like a word, or nothing."""
     by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 

@@ -84,13 +84,18 @@ def cpu_slowdown(dtype_name: str) -> float:
     return matmul_rate(torch.float32, cpu, 256, repeats=10) / rate
 
 
+def product_name(device: torch.device) -> str:
+    """Return the processor's or the card's product name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
 def device_name(device: torch.device) -> str:
-    """Return the processor's or the card's product name, with the CPU's instruction set as torch
-    uses it.
+    """Return the product's name; of a CPU also its threads and its instruction set, as torch uses
+    them.
     """
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()} ({torch.get_num_threads()} threads, {cpu_capability()})"
+        return product_name(device)
+    return f"{product_name(device)} ({torch.get_num_threads()} threads, {cpu_capability()})"
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -110,6 +115,8 @@ def environment(device: torch.device) -> dict[str, str]:
         facts["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.1f}"
         facts["cuda"] = torch.version.cuda or f"ROCm {torch.version.hip}"
         facts["driver"] = (*nvidia_smi("driver_version"), "unknown")[0]
+    else:
+        facts["threads"] = str(torch.get_num_threads())
     return facts
 
 

@@ -1,4 +1,5 @@
-"""The command line, `python -m labutils`: which commands there are and what each of them takes.
+# PYTHON_ARGCOMPLETE_OK
+"""The command line, `labutils`: which commands there are and what each of them takes.
 
 Exit codes: 0 done; 1 it could not be done, the reason is on stderr; 2 the command itself is wrong;
 130 Ctrl-C. The commands import what they need when they run, so `check` answers without torch.
@@ -8,25 +9,54 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from labutils.config.cards import CARDS
 from labutils.config.schema import ConfigError
+from labutils.files import program
 from labutils.tools import commands, commands_grade, commands_predict, commands_runs
+from labutils.tools.arguments import (
+    Add,
+    add_bench,
+    add_config,
+    add_overrides,
+    count,
+    gib,
+    run_names,
+)
+
+try:
+    import argcomplete  # optional: the shell's Tab key
+except ImportError:
+    argcomplete = None
 
 DESCRIPTION = "Run, compare, predict and check experiments; look at this machine; run the notebooks"
 CONFIG = "a YAML file, or a short name such as bf16"
 RUN = "a name (its newest run), an id, or a record's path"
 ENGINES = ("plain", "trainer", "accelerate", "fabric")
 DEVICES = (*CARDS, "this", "cpu")
-Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+
+
+def start() -> int:
+    """Run the command that a shell has given."""
+    if "RANK" not in os.environ:  # torchrun's processes must end at once
+        # A cluster's stop signal then ends a run as Ctrl-C does.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if argcomplete:
+        argcomplete.autocomplete(parser)
+    options = parser.parse_args(arguments)
+    if "command" not in options:
+        parser.print_help()
+        return 0
     try:
         return options.command(options)
     except KeyboardInterrupt:
@@ -48,8 +78,8 @@ def _record_error() -> type[Exception]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m labutils", description=DESCRIPTION)
-    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(program(), description=DESCRIPTION)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def add(name: str, command: Callable, text: str) -> argparse.ArgumentParser:
         sub = subparsers.add_parser(name, help=text, description=text)
@@ -60,17 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_predictions(add)
     _add_config_files(add)
     _add_course(add)
-    _add_bench(add)
+    add_bench(add)
     return parser
 
 
 def _add_runs(add: Add) -> None:
     run = add("run", commands_runs.run, "train one experiment and save its record in runs/")
-    run.add_argument("config", help=f"{CONFIG}, or an unfinished run's state")
-    _add_overrides(run)
+    add_config(run, f"{CONFIG}, or an unfinished run's state")
+    add_overrides(run)
     run.add_argument(
         "--repeat",
-        type=_count,
+        type=count,
         default=1,
         metavar="N",
         help="run N times; compare uses their spread",
@@ -81,18 +111,22 @@ def _add_runs(add: Add) -> None:
     )
     what = "what takes the steps: labutils.train (plain), or a framework"
     run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help=what)
-    add("runs", commands_runs.runs, "list the recorded runs, oldest first")
+    runs = add("runs", commands_runs.runs, "list the recorded runs, the newest last")
+    runs.add_argument("name", nargs="?", default="", help="only those with this in their name")
+    runs.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="the newest N; 0: all of them (20)"
+    )
 
     compare = add(
         "compare", commands_runs.compare, "compare recorded runs; the first is the baseline"
     )
-    compare.add_argument("run", nargs="+", help=RUN)
+    compare.add_argument("run", nargs="+", help=RUN).completer = run_names
     compare.add_argument("--csv", action="store_true", help="print CSV")
 
     figures = add(
         "figures", commands_runs.figures, "redraw the figures of recorded runs, without training"
     )
-    figures.add_argument("run", nargs="+", help=RUN)
+    figures.add_argument("run", nargs="+", help=RUN).completer = run_names
     figures.add_argument(
         "--format", default="png", help="png, svg, pdf, …; several with commas between (png)"
     )
@@ -108,8 +142,8 @@ def _add_predictions(add: Add) -> None:
         commands_predict.predict,
         "predict the memory and the time of an experiment on a GPU, without one",
     )
-    predict.add_argument("config", help=CONFIG)
-    _add_overrides(predict)
+    add_config(predict, CONFIG)
+    add_overrides(predict)
     where = predict.add_mutually_exclusive_group()
     where.add_argument(
         "--device",
@@ -122,7 +156,7 @@ def _add_predictions(add: Add) -> None:
         "--card", type=Path, metavar="FILE", help="a card of your own, a YAML file of its datasheet"
     )
     predict.add_argument(
-        "--gpu-memory-gib", type=_gib, metavar="GIB", help="the card's memory, if not the device's"
+        "--gpu-memory-gib", type=gib, metavar="GIB", help="the card's memory, if not the device's"
     )
     predict.add_argument("--json", action="store_true", help="print JSON")
 
@@ -130,7 +164,7 @@ def _add_predictions(add: Add) -> None:
         "advise", commands_predict.advise, "name the changes that would save most memory in a run"
     )
     advise.add_argument("run", help="a config as for predict, or a record's name, id or path")
-    _add_overrides(advise, "override a value of a config, not of a record")
+    add_overrides(advise, "override a value of a config, not of a record")
     advise.add_argument(
         "--device", choices=DEVICES, help="(a100; for a record its own kind of device)"
     )
@@ -138,7 +172,7 @@ def _add_predictions(add: Add) -> None:
 
 def _add_config_files(add: Add) -> None:
     check = add("check", commands.check, "check config files, without running anything")
-    check.add_argument("config", nargs="+")
+    add_config(check, CONFIG, nargs="+")
 
     new = add("new", commands.new, "copy a config to configs/my_NAME.yaml, which git ignores")
     new.add_argument("name")
@@ -147,9 +181,9 @@ def _add_config_files(add: Add) -> None:
     export = add(
         "export", commands.export, "write an experiment as one script that needs no labutils"
     )
-    export.add_argument("config", help=CONFIG)
+    add_config(export, CONFIG)
     export.add_argument("script", type=Path, metavar="FILE", help="a new file, such as train.py")
-    _add_overrides(export)
+    add_overrides(export)
     export.add_argument(
         "--device", choices=["cpu", "cuda"], help="where the script will run (what is here)"
     )
@@ -177,6 +211,11 @@ def _add_course(add: Add) -> None:
         metavar="FOLDER",
         help="execute nothing: write copies without outputs, for a class",
     )
+    labs.add_argument(
+        "--with-runs",
+        action="store_true",
+        help="with --student: also the package, the configs and this machine's records",
+    )
 
     grade = add("grade", commands_grade.grade, "score the exercises of submitted notebooks")
     grade.add_argument("folder", type=Path)
@@ -192,65 +231,3 @@ def _add_course(add: Add) -> None:
         "--retry", action="store_true", help="judge again what ran out of time or memory"
     )
     grade.add_argument("--no-capstone", action="store_true", help="train no twins")
-
-
-def _add_bench(add: Add) -> None:
-    bench = add(
-        "bench",
-        commands.bench,
-        "compare the optimized config with what a user would write instead, in turns",
-    )
-    bench.add_argument(
-        "--quick", action="store_true", help="few steps: tests the harness, not the speed"
-    )
-    bench.add_argument(
-        "--ablate",
-        nargs="?",
-        const=(1, 1),
-        type=_share,
-        metavar="K/N",
-        help="take back one of its switches in each row; K/N: the K-th of N shares of the rows",
-    )
-    bench.add_argument(
-        "--scale",
-        nargs="*",
-        metavar="SWEEP",
-        help="how cost grows with batch, length, layers, width and vocabulary, or some of them",
-    )
-    bench.add_argument(
-        "--arms", nargs="+", default=[], metavar="ARM", help="beside ours, these arms only"
-    )
-    bench.add_argument("--blocks", type=_count, default=7, help="timed blocks of each arm (7)")
-    bench.add_argument("--steps", type=_count, default=10, help="steps in a block (10)")
-    _add_overrides(bench)
-
-
-def _add_overrides(parser: argparse.ArgumentParser, text: str = "override a value") -> None:
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help=text
-    )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _gib(text: str) -> float:
-    problem = f"{text!r} is not an amount of memory; expected GiB, for example 8"
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(problem) from None
-    if not 0 < value < 1e6:  # nor is "nan" or "inf"
-        raise argparse.ArgumentTypeError(problem)
-    return value
-
-
-def _share(text: str) -> tuple[int, int]:
-    """Return (2, 4) for "2/4"."""
-    k, _, n = text.partition("/")
-    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share; expected K/N, for example 2/4")
-    return int(k), int(n)

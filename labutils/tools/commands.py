@@ -8,14 +8,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from labutils.config import reader
+from labutils.config.edits import edits_without_effect
 from labutils.config.reader import find_config, load_config, parse_overrides
 from labutils.config.schema import NAME_PATTERN, Config, ConfigError
-from labutils.files import REPO_DIR, require_room, runs_dir, write_atomically
+from labutils.files import REPO_DIR, program, require_room, runs_dir, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,8 @@ def check(options: argparse.Namespace) -> int:
             code = 1
         else:
             print(f"{path}: ok")
+            for line in edits_without_effect(path):
+                print(line, file=sys.stderr)
     return code
 
 
@@ -52,7 +56,7 @@ def new(options: argparse.Namespace) -> int:
             file.write(text)
     except FileExistsError:
         return _exists(target.name)
-    run = f"python -m labutils run configs/{target.name}"
+    run = f"{program()} run configs/{target.name}"
     print(f"wrote configs/{target.name}. Edit it, then: {run}")
     return 0
 
@@ -70,7 +74,7 @@ def _renamed(source: Path, config: Config, name: str) -> str:
         )
     header = [
         f"# my_{name}.yaml — a copy of {source.name} to edit; git ignores it.",
-        f"# Run: python -m labutils run configs/my_{name}.yaml",
+        f"# Run: {program()} run configs/my_{name}.yaml",
     ]
     for line in lines[:start]:
         if "yaml-language-server" in line:  # the comment by which an editor finds the schema
@@ -122,12 +126,12 @@ def _exists(path: Path | str) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what this machine is and which precisions it has; 1 if it has a GPU it cannot use."""
-    import torch
-
+    """Print what this machine is and what it can train; 1 if it has a GPU it cannot use."""
     from labutils.config.choices import PRECISIONS
     from labutils.machine.gpu import choose_device, diagnose, gpu_facts
     from labutils.machine.here import environment, support
+    from labutils.tools.doctor import paragraph
+    from labutils.tools.tables import terminal_width
 
     problem = diagnose(gpu_facts())
     device = choose_device()
@@ -143,8 +147,8 @@ def doctor(options: argparse.Namespace) -> int:
     if problem:
         print(f"\nGPU NOT USED: {problem}", file=sys.stderr)
     elif device.type == "cpu":
-        print("\nNo NVIDIA GPU found. Everything runs on the CPU, with smaller sizes. ", end="")
-        print(f"torch: {torch.__version__}")
+        print("\nNo NVIDIA GPU found.")
+    print(f"\n{textwrap.fill(paragraph(device, problem), min(100, terminal_width()))}")
     require_room()
     if options.calibrate:
         _calibrate(device)
@@ -178,7 +182,7 @@ def _points(measured: Measured) -> Iterator[tuple[float, float]]:
 
 def labs(options: argparse.Namespace) -> int:
     """Execute notebooks, all of them or those named; or write copies of them for students."""
-    from labutils.tools.labs import execute, write_student_copy
+    from labutils.tools.labs import execute, write_course, write_student_copy
 
     all_of_them = [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
     chosen = [Path(name) for name in options.notebook] or all_of_them
@@ -186,15 +190,19 @@ def labs(options: argparse.Namespace) -> int:
         for path in chosen:
             source = path if path.exists() else REPO_DIR / path.name
             print(f"wrote {write_student_copy(source, options.student)}, without outputs")
+        if options.with_runs:
+            print(f"wrote the package, the configs and {write_course(options.student)} records")
         return 0
     code = 0
     for path in chosen:
         if not execute(path, in_place=options.in_place):
             code = 1
-    if not options.notebook:
-        from labutils.exhibits.everything import save_all
+    from labutils.exhibits.everything import save_all
+    from labutils.tools.site import write_site
 
+    if not options.notebook:
         print(f"wrote {save_all()}")
+    print(f"wrote {write_site()}: it leads to all pages")
     return code
 
 

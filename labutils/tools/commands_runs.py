@@ -9,13 +9,15 @@ import argparse
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from labutils.config.edits import edits_without_effect
 from labutils.config.reader import load_config, parse_overrides
-from labutils.files import runs_dir
+from labutils.files import program, runs_dir
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from labutils.training.records import RunRecord
     from labutils.training.saved_state import Header
 
+SPARE = "note", "device", "held-out", "steps", "outcome"  # left out first on a narrow screen
 EXIT_CODES = {"completed": 0, "interrupted": 130}
 
 
@@ -56,6 +59,9 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
     try:
         device = setup()
+        if device.type == "cpu" and not options.config.endswith(".state"):
+            for line in edits_without_effect(options.config):
+                print(line)
         for repeat in repeats:
             asked = {"device": device, "repeat": repeat, "rerun": options.rerun}
             if options.engine == "plain":
@@ -68,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     if record.series.loss:
-        print(_table([record]).to_string())
+        print(_fitted([record]))
     if record.reason.startswith(NOT_SAVED):
         return 1
     return EXIT_CODES.get(record.outcome, 1)
@@ -81,14 +87,13 @@ def _header_of(name: str) -> Header:
     path = runs_dir() / Path(name).name
     if not path.is_file():
         raise RecordError(
-            f"no state {path.name} in {runs_dir()}; "
-            "`python -m labutils runs` lists the unfinished runs"
+            f"no state {path.name} in {runs_dir()}; `{program()} runs` lists the unfinished runs"
         )
     return read_header(path)
 
 
-def runs(_: argparse.Namespace) -> int:
-    """List the records, and the states with the command that continues each."""
+def runs(options: argparse.Namespace) -> int:
+    """List the newest records, and the states with the command that continues each."""
     from labutils.training.records import find_runs, state_files
 
     if runs_dir().exists() and not runs_dir().is_dir():
@@ -96,13 +101,39 @@ def runs(_: argparse.Namespace) -> int:
             f"{runs_dir()} is not a folder; LABUTILS_RUNS names the folder of runs"
         )
     records, damaged = find_runs()
-    print(_table(records).to_string() if records else f"no runs yet in {runs_dir()}")
+    print(_listed(records, options.name, options.limit))
     for path in state_files():
         if problem := _print_unfinished(path):
             damaged.append(problem)
     for line in damaged:
         print(line, file=sys.stderr)
     return 1 if damaged else 0
+
+
+def _listed(records: Sequence[RunRecord], name: str, limit: int) -> str:
+    """Return the newest records with `name` in their names, and what was left out."""
+    if not records:
+        return f"no runs yet in {runs_dir()}"
+    named = [record for record in records if name in record.name]
+    if not named:
+        names = dict.fromkeys(record.name for record in records)
+        return f"no run has {name!r} in its name. There are: {', '.join(names)}"
+    shown = named[-limit:] if limit > 0 else named
+    text = _fitted(shown)
+    if len(shown) < len(named):
+        text = f"{len(named) - len(shown)} older runs: --limit 0 lists them\n{text}"
+    return text
+
+
+def _fitted(records: Sequence[RunRecord]) -> str:
+    """Return a table that fits the terminal; what all rows have in common stands above it."""
+    from labutils.tools.tables import fitted, terminal_width
+
+    table, above = _table(records), ""
+    if len(table) > 1 and table["device"].nunique() == 1:
+        above = f"device: {table['device'].iloc[0]}\n"
+        table = table.drop(columns="device")
+    return above + fitted(table, terminal_width(), SPARE)
 
 
 def _print_unfinished(path: Path) -> str:
@@ -120,7 +151,7 @@ def _print_unfinished(path: Path) -> str:
     done = f"{header.step} of {header.steps} steps"
     saved = f"saved {time:%Y-%m-%d %H:%M}, {stat.st_size / 2**20:,.0f} MiB"
     print(f"unfinished, or still running: {done}, {saved}; continue with:")
-    print(f"  python -m labutils run {shlex.quote(path.name)}")
+    print(f"  {program()} run {shlex.quote(path.name)}")
     return ""
 
 
@@ -133,8 +164,7 @@ def _table(records: Sequence[RunRecord]) -> pd.DataFrame:
 def _row(record: RunRecord) -> dict[str, str | int]:
     row = {
         "run": f"{record.name}-{record.id}",
-        "note": record.note[:40],
-        "device": record.environment.get("device", "")[:30],
+        "device": record.environment.get("device", ""),
         "outcome": record.outcome,
         "steps": len(record.series.loss),
     }
@@ -147,11 +177,13 @@ def _row(record: RunRecord) -> dict[str, str | int]:
         row["loss"] = f"{record.series.loss[-1]:.4f}"
     if record.held_out:
         row["held-out"] = f"{record.held_out[-1][1]:.4f}"
+    row["note"] = textwrap.shorten(record.note, 40, placeholder=" …")
     return row
 
 
 def compare(options: argparse.Namespace) -> int:
     """Print a table of runs against the first."""
+    from labutils.tools.tables import fitted, terminal_width
     from labutils.training.compare import compare as compare_records
     from labutils.training.compare import readable
 
@@ -160,7 +192,7 @@ def compare(options: argparse.Namespace) -> int:
     if options.csv:
         print(table.to_csv(), end="")
     else:
-        print(readable(table).to_string())
+        print(fitted(readable(table), terminal_width(), ["tokens_per_s"]))
     for note in table.attrs["notes"]:
         print(note, file=sys.stderr)
     return 0

@@ -6,6 +6,7 @@ The committed files stay as they are.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,11 +14,17 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from nbconvert import HTMLExporter
+from nbconvert.filters import strip_ansi
 
-from labutils.files import REPO_DIR, runs_dir, write_atomically
+from labutils.files import CONFIGS_DIR, REPO_DIR, runs_dir, write_atomically
+from labutils.machine.gpu import choose_device
+from labutils.machine.here import product_name
+from labutils.tools.pages import page
+from labutils.training.records import find_runs
 
 CELL_TIMEOUT_S = 1200
+COURSE_FILES = "README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt"
+QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
 
 
 def execute(path: Path, *, in_place: bool = False) -> bool:
@@ -39,12 +46,17 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
         nonlocal done
         if cell.cell_type == "code":
             done += 1
-            print(f"\r{path.name}: cell {done}/{total}", end="", flush=True)
+            line = f"{path.name}: cell {done}/{total}"
+            if sys.stdout.isatty():
+                print(f"\r{line}", end="", flush=True)
+            else:  # in a file: one line for each cell
+                print(f"{line}, {time.perf_counter() - start:.0f} s", flush=True)
 
     client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
+        extra_arguments=QUIET,
         resources={"metadata": {"path": str(REPO_DIR)}},
         on_cell_executed=report,
     )
@@ -53,15 +65,16 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
         client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = str(error)
-    print(f"\r{path.name}: {done}/{total} cells, {time.perf_counter() - start:.0f} s")
+    over = "\r" if sys.stdout.isatty() else ""
+    print(f"{over}{path.name}: {done}/{total} cells, {time.perf_counter() - start:.0f} s")
     tidy(notebook)
     target = path if in_place and not problem else runs_dir() / path.name
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
-    html, _ = HTMLExporter().from_notebook_node(notebook)
-    write_atomically(runs_dir() / f"{path.stem}.html", html.encode())
+    text = page(notebook, product_name(choose_device()))
+    write_atomically(runs_dir() / f"{path.stem}.html", text.encode())
     print(f"wrote {target} and {runs_dir() / path.stem}.html")
     if problem:
-        print(problem, file=sys.stderr)
+        print(problem if sys.stderr.isatty() else strip_ansi(problem), file=sys.stderr)
     return not problem
 
 
@@ -103,3 +116,25 @@ def write_student_copy(path: Path, folder: Path) -> Path:
         raise FileExistsError(f"{target} exists already; choose another folder")
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
     return target
+
+
+def write_course(folder: Path) -> int:
+    """Write what notebooks need beside them, and the records in runs/; return how many those are.
+
+    The folder then runs by itself: figures of records are there before anything is trained. Tests
+    and solutions are not copied.
+    """
+    for name in COURSE_FILES:
+        if (REPO_DIR / name).exists():
+            shutil.copy(REPO_DIR / name, folder / name)
+    package = Path(__file__).resolve().parent.parent
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "configs").mkdir()
+    for path in [*CONFIGS_DIR.glob("*_config.yaml"), CONFIGS_DIR / "schema.json"]:
+        shutil.copy(path, folder / "configs" / path.name)
+    (folder / "runs").mkdir()
+    records = find_runs()[0]
+    for record in records:
+        name = f"{record.name}-{record.id}.json"
+        shutil.copy(runs_dir() / name, folder / "runs" / name)
+    return len(records)

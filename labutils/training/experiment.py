@@ -18,11 +18,7 @@ from labutils.files import new_id, require_room
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.machine.host import in_notebook
-from labutils.memory.device_memory import (
-    expandable_segments,
-    free_memory,
-    memory_limit,
-)
+from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.measure import measure_step
 from labutils.prediction.out_of_memory import require_host_memory, suggest_changes
@@ -36,7 +32,7 @@ from labutils.training.planned import (
     require_equal_shares,
 )
 from labutils.training.records import RunRecord, find_equal
-from labutils.training.saved_state import Saver
+from labutils.training.saved_state import Saver, take_threads_of_state
 from labutils.training.speed import flops_per_token, timing_of
 from labutils.workload.build import Data, Workload, build_data, build_workload
 
@@ -69,6 +65,8 @@ def run_experiment(
     config = config if isinstance(config, Config) else load_config(config)
     device = distributed.join(device or choose_device())
     progress = progress and distributed.rank() == 0
+    if resume:
+        take_threads_of_state(config.name)
     run = resolve(config, here.card(device), to_train=True)
     run = replace(run, steps=distributed.from_first(run.steps))
     require_equal_shares(run.config, resume)

@@ -25,6 +25,7 @@ from labutils.training.code_version import code_version
 from labutils.training.records import RunRecord
 from labutils.training.saved_state import Saver
 from labutils.training.step_log import StepLog
+from labutils.training.stop import orderly_stop
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
 
@@ -80,7 +81,12 @@ def train(
     outcome, reason, targets_per_step = "completed", "", 0
     one = torch.ones((), device=device)
     model.train()
-    with tf32(PRECISIONS[precision].tf32), _progress_bar(name, done, steps, progress) as bar:
+    can_save = saver is not None and saver.every > 0 and replicas.size == 1
+    with (
+        tf32(PRECISIONS[precision].tf32),
+        _progress_bar(name, done, steps, progress) as bar,
+        orderly_stop(active=can_save) as stop,
+    ):
         try:
             for step in bar:
                 log.start()
@@ -109,7 +115,7 @@ def train(
                 rate = optimizer.param_groups[0]["lr"]
                 log.stop(replicas.mean(mean_loss), grad_norm, scale, rate)
                 is_last = step + 1 == steps
-                saves = saver is not None and saver.due(step + 1)
+                saves = stop.asked or (saver is not None and saver.due(step + 1))
                 # Several processes must read, and so stop, at the same step.
                 reads = log.due() if replicas.size == 1 else step % 10 == 9
                 if saves or reads or is_last:
@@ -122,6 +128,8 @@ def train(
                     log.held_out.append((step + 1, loss))
                 if saves and not log.non_finite_in_a_row:
                     saver.save(parts, step + 1)
+                if stop.asked and not is_last:
+                    raise KeyboardInterrupt
         except KeyboardInterrupt:
             outcome = "interrupted"
             reason = f"stopped (Ctrl-C or SIGTERM) after {log.n_complete} of {steps} steps"

@@ -6,7 +6,7 @@ import torch
 
 from labutils.config.resolve import Run
 from labutils.config.schema import Config, ConfigError
-from labutils.files import commit
+from labutils.files import commit, program
 from labutils.machine import here
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.training import distributed
@@ -91,7 +91,7 @@ def announce_state(config: Config, saver: Saver, resume: bool, done: int) -> Non
             )
         return
     if not done:
-        others = "; `python -m labutils runs` lists those of other runs" if state_files() else ""
+        others = f"; `{program()} runs` lists those of other runs" if state_files() else ""
         print(f"{name}: begins at step 0: it has no saved state{others}")
         return
     print(f"{name}: continues after step {done}")

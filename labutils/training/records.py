@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from labutils.files import REFERENCE_DIR, runs_dir, write_atomically
+from labutils.config.yaml_source import did_you_mean
+from labutils.files import REFERENCE_DIR, program, runs_dir, write_atomically
 from labutils.memory.ledger import FROZEN, MemoryLedger
 
 RECORD_VERSION = 1
@@ -130,7 +131,8 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
     path = fits[-1] if fits else Path(source)
     if not path.is_file():
         raise RecordError(
-            f"no run {str(source)!r} in {runs_dir()}; `python -m labutils runs` lists them"
+            f"no run {str(source)!r} in {runs_dir()}.{_nearest_run(str(source))} "
+            f"`{program()} runs` lists them"
         )
     try:
         return RunRecord.model_validate_json(path.read_bytes())
@@ -142,6 +144,13 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
         raise RecordError(
             f"{path.name} is not a version {RECORD_VERSION} record: {where} {first['msg']}"
         ) from None
+
+
+def _nearest_run(name: str) -> str:
+    """Return a hint at the run that is meant: one that adds overrides, or a like name."""
+    names = list(dict.fromkeys(_name(path) for path in reversed(_record_files())))
+    with_overrides = [other for other in names if other.startswith(f"{name}+")]
+    return did_you_mean(name, with_overrides, 0) or did_you_mean(name, names)
 
 
 def load_repeats(source: str | os.PathLike[str]) -> list[RunRecord]:

@@ -15,7 +15,8 @@ from torch import nn
 
 from labutils.config.reader import config_of
 from labutils.config.schema import Config, ConfigError
-from labutils.files import runs_dir, write_atomically
+from labutils.files import program, runs_dir, write_atomically
+from labutils.machine.threads import use_recorded_threads
 from labutils.memory.errors import is_out_of_memory
 from labutils.training.records import RecordError, RunRecord, state_files
 
@@ -86,7 +87,7 @@ class Saver:
     @property
     def command(self) -> str:
         """What continues from the state that there is."""
-        return f"python -m labutils run {(self.source or self.path).name}"
+        return f"{program()} run {(self.source or self.path).name}"
 
     def require_room(self, model: nn.Module) -> None:
         """Raise OSError if the disk has no room for the states of a model.
@@ -206,6 +207,18 @@ def read_header(path: Path) -> Header:
     except Exception as error:  # whatever a damaged zip file makes of its reader
         raise _damaged(path, error) from error
     return header
+
+
+def take_threads_of_state(name: str) -> None:
+    """Set torch's threads to those with which the newest unfinished run of a name began.
+
+    Another number would add in another order: the run's numbers would not be the same.
+    """
+    for path in state_files(name)[-1:]:
+        with suppress(RecordError, OSError):  # the run that reads it all says so
+            said = use_recorded_threads(read_header(path).planned.environment.get("threads", ""))
+            if said:
+                print(f"{name}: {said}")
 
 
 def _device(parts: Mapping[str, Any]) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,18 +32,28 @@ def browser() -> Iterator:
 
 
 @pytest.fixture
-def show(browser, tmp_path):
-    """Return a function that opens an exhibit's page and gives its root element."""
+def visit(browser):
+    """Return a function that opens a file; afterwards nothing may have been asked of a network."""
 
-    def open_page(exhibit, width: int = 1200):
+    def open_file(path: Path, width: int = 1200):
         browser.get_log("browser")
         browser.get_log("performance")
         browser.set_window_size(width, 900)
-        browser.get(exhibit.save(tmp_path / "page.html").as_uri())
-        return browser.find_element("css selector", "[data-exhibit]")
+        browser.get(path.as_uri())
 
-    yield open_page
+    yield open_file
     assert browser.get_log("browser") == []  # neither errors nor warnings
     asked = [entry["message"] for entry in browser.get_log("performance")]
     sent = [message for message in asked if '"Network.requestWillBeSent"' in message]
     assert not [message for message in sent if '"url":"http' in message]
+
+
+@pytest.fixture
+def show(browser, visit, tmp_path):
+    """Return a function that opens an exhibit's page and gives its root element."""
+
+    def open_page(exhibit, width: int = 1200):
+        visit(exhibit.save(tmp_path / "page.html"), width)
+        return browser.find_element("css selector", "[data-exhibit]")
+
+    return open_page

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from labutils.machine import here
+from labutils.machine import here, threads
 from labutils.machine.gpu import GpuFacts, choose_device, diagnose
 from labutils.machine.here import device_name, environment
 from labutils.session import setup
@@ -89,8 +89,9 @@ def test_environment_is_text_and_names_the_device():
 
 def test_setup_says_when_other_programs_compute(monkeypatch, capsys):
     cpus = os.cpu_count()
-    for load, warned in ((0.1, False), (2.0 * cpus, True)):
-        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0, 0), raising=False)
+    for busy, warned in ((0.1, False), (cpus, True)):
+        monkeypatch.setattr(threads, "busy_cpus", lambda busy=busy: busy)
+        threads.choose_threads.cache_clear()
         setup()
         assert ("This machine is busy" in capsys.readouterr().out) == warned
 

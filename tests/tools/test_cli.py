@@ -136,7 +136,6 @@ def test_doctor_describes_this_machine(capsys):
 def test_wrong_usage_exits_with_2_and_help_with_0(capsys):
     for arguments, code in (
         (["nonsense"], 2),
-        ([], 2),
         (["run"], 2),
         (["--help"], 0),
         (["run", "--help"], 0),
