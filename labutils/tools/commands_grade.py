@@ -19,6 +19,8 @@ def grade(options: argparse.Namespace) -> int:
 
     from labutils.tools.grading.grade import POINTS, grade_folder, read_points
     from labutils.tools.grading.process import Limits
+    from labutils.tools.grading.similar import alike
+    from labutils.tools.grading.submissions import tasks_in
 
     torch.set_num_threads(1)
     if not options.folder.is_dir():
@@ -40,7 +42,7 @@ def grade(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    _write(table, out, options.folder.resolve().name)
+    _write(table, alike(tasks_in(options.folder)), out, options.folder.resolve().name)
     if options.csv:
         print(table.to_csv(index=False), end="")
         return 0
@@ -63,11 +65,11 @@ def _progress(keys: Sequence[str]) -> Callable[[str], object]:
     return tell
 
 
-def _write(table, out: Path, assignment: str) -> None:
+def _write(table, pairs, out: Path, assignment: str) -> None:
     from labutils.tools.grading import export, pages
 
     table.to_csv(out / "scores.csv", index=False)
     export.moodle(table).to_csv(out / "moodle.csv", index=False)
     export.canvas(table, assignment).to_csv(out / "canvas.csv", index=False)
-    pages.write_report(table, table.attrs["alike"], out / "report.html")
+    pages.write_report(table, pairs, out / "report.html")
     pages.write_student_pages(table, out / "students")

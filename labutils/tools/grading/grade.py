@@ -16,13 +16,12 @@ from labutils.tools.grading import notebook
 from labutils.tools.grading.capstone import judge_config
 from labutils.tools.grading.process import Limits, Outcome
 from labutils.tools.grading.queue import Kept, judge_all
-from labutils.tools.grading.similar import alike
 from labutils.tools.grading.submissions import (
     BY_FILE,
     Task,
     notebooks_in,
     student_of,
-    tasks_of,
+    tasks_in,
     version,
 )
 
@@ -72,8 +71,7 @@ def grade_folder(
     closed = (*limits.closed, folder.resolve(), REPO_DIR / "tests" / "solutions")
     limits = Limits(limits.seconds, limits.memory_gib, closed)
     paths = notebooks_in(folder)
-    tasks = [task for path in paths for task in tasks_of(path, folder)]
-    tasks = [task for task in tasks if points.get(task.exercise, 1) > 0]
+    tasks = [task for task in tasks_in(folder) if points.get(task.exercise, 1) > 0]
     outcomes = Kept(kept, retry)
     new = {task.key for task in tasks if task.outcome is None} - set(outcomes.outcomes)
     tell = progress(sorted(new)) if progress else lambda exercise: None
@@ -81,9 +79,7 @@ def grade_folder(
     rows = [_row(task, task.outcome or outcomes.outcomes[task.key], points) for task in tasks]
     if with_capstone and points.get("capstone", 1) > 0:
         rows += _capstones(folder, paths, limits, outcomes, points)
-    table = pd.DataFrame(rows, columns=COLUMNS)
-    table.attrs["alike"] = alike(tasks)
-    return table
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _row(task: Task, outcome: Outcome, points: Mapping[str, float]) -> list:

@@ -11,6 +11,7 @@ from labutils.tools.grading.submissions import Task
 
 N_WORDS = 6  # in a row
 SHORTEST = 60  # words: below it answers are alike without being copied
+MOST_PAIRS = 200
 ALIKE = 0.9  # of the runs of words in either of the two
 
 
@@ -25,7 +26,10 @@ class Pair:
 
 
 def alike(tasks: Iterable[Task]) -> list[Pair]:
-    """Return the pairs of students with nearly the same text, names and comments included."""
+    """Return the pairs of students with nearly the same text, the most alike first.
+
+    Names and comments count. No more than MOST_PAIRS are returned.
+    """
     texts: dict[str, dict[str, frozenset]] = {}
     for task in tasks:
         runs = runs_of_words(task.text)
@@ -37,7 +41,7 @@ def alike(tasks: Iterable[Task]) -> list[Pair]:
             share = len(first & second) / len(first | second)
             if share >= ALIKE:
                 pairs.append(Pair(exercise, one, other, round(share, 3)))
-    return sorted(pairs, key=lambda pair: -pair.share)
+    return sorted(pairs, key=lambda pair: -pair.share)[:MOST_PAIRS]
 
 
 def runs_of_words(text: str) -> frozenset[tuple[str, ...]]:

@@ -65,6 +65,11 @@ def student_of(path: Path, folder: Path) -> tuple[str, str]:
     return Path(first).stem if first == path.name else first, ""
 
 
+def tasks_in(folder: Path) -> list[Task]:
+    """Return the tasks of every submitted notebook in a folder. Raises ValueError."""
+    return [task for path in notebooks_in(folder) for task in tasks_of(path, folder)]
+
+
 def tasks_of(path: Path, folder: Path) -> Iterator[Task]:
     """Yield a task for each exercise that a submitted notebook should have."""
     name, student = path.relative_to(folder).as_posix(), student_of(path, folder)[0]
