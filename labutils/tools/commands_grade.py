@@ -54,10 +54,17 @@ def grade(options: argparse.Namespace) -> int:
 def _progress(keys: Sequence[str]) -> Callable[[str], object]:
     from tqdm import tqdm
 
-    bar = tqdm(total=len(keys), desc="answers judged", file=sys.stderr, disable=not keys)
+    seconds = 0.1 if sys.stderr.isatty() else 30  # a log is no place for a moving bar
+    bar = tqdm(
+        total=len(keys),
+        desc="answers judged",
+        file=sys.stderr,
+        disable=not keys,
+        mininterval=seconds,
+    )
 
     def tell(exercise: str) -> None:
-        bar.set_postfix_str(exercise)
+        bar.set_postfix_str(exercise, refresh=False)
         bar.update()
         if bar.n >= bar.total:
             bar.close()
