@@ -40,8 +40,9 @@ def _isolated(monkeypatch, runs_root, shipped_configs):
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """An empty runs folder."""
+    """An empty runs folder, and a terminal on which no table is broken."""
     folder = tmp_path / "runs"
+    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("LABUTILS_RUNS", str(folder))
     return folder
 

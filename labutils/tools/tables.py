@@ -64,13 +64,21 @@ def _lines(rows: list[list[str]], widths: list[int]) -> list[str]:
         aligned.append(str.rjust if all(map(_is_number, column[1:])) else str.ljust)
     lines = []
     for row in rows:
-        cells = [textwrap.wrap(text, w) or [""] for text, w in zip(row, widths, strict=True)]
+        cells = [_broken(text, w) for text, w in zip(row, widths, strict=True)]
         for k in range(max(map(len, cells))):
             line = []
             for cell, align, width in zip(cells, aligned, widths, strict=True):
                 line.append(align(cell[k] if k < len(cell) else "", width))
             lines.append(GAP.join(line).rstrip())
     return lines
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """Return a text as lines, broken at blanks and after underscores."""
+    if len(text) <= width:
+        return [text]
+    lines = textwrap.wrap(text.replace("_", "_ "), width)
+    return [line.replace("_ ", "_") for line in lines]
 
 
 def _is_number(text: str) -> bool:
