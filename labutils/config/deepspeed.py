@@ -10,15 +10,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 Stage = Literal[0, 1, 2, 3]
 Device = Literal["none", "cpu", "nvme"]
 
 
-class Bf16(BaseModel):
-    """`bf16`: 16-bit weights beside float32 master weights in the optimizer."""
+class Strict(BaseModel):
+    """A part of the file: other keys, and values of other types, are mistakes."""
 
-    model_config = STRICT
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Bf16(Strict):
+    """`bf16`: 16-bit weights beside float32 master weights in the optimizer."""
 
     enabled: bool = False
     immediate_grad_update: bool = False
@@ -27,10 +30,8 @@ class Bf16(BaseModel):
     bf16_optimizer_states: bool = False
 
 
-class Fp16(BaseModel):
+class Fp16(Strict):
     """`fp16`: the same in FP16, with a loss scale; `loss_scale` 0 means a dynamic one."""
-
-    model_config = STRICT
 
     enabled: bool = False
     auto_cast: bool = False
@@ -43,10 +44,8 @@ class Fp16(BaseModel):
     fp16_master_weights_and_grads: bool = False
 
 
-class OffloadOptimizer(BaseModel):
+class OffloadOptimizer(Strict):
     """`offload_optimizer`: where moments and master weights are, and who updates."""
-
-    model_config = STRICT
 
     device: Device = "none"
     nvme_path: str | None = None
@@ -56,10 +55,8 @@ class OffloadOptimizer(BaseModel):
     fast_init: bool = False
 
 
-class OffloadParam(BaseModel):
+class OffloadParam(Strict):
     """`offload_param`: where the sharded weights are, stage 3 only."""
-
-    model_config = STRICT
 
     device: Device = "none"
     nvme_path: str | None = None
@@ -69,10 +66,8 @@ class OffloadParam(BaseModel):
     max_in_cpu: int = Field(10**9, ge=0)
 
 
-class ZeroOptimization(BaseModel):
+class ZeroOptimization(Strict):
     """`zero_optimization`: what is sharded, and how it is sent."""
-
-    model_config = STRICT
 
     stage: Stage = 0
     offload_optimizer: OffloadOptimizer | None = None
@@ -100,19 +95,15 @@ class ZeroOptimization(BaseModel):
         return self
 
 
-class Typed(BaseModel):
+class Typed(Strict):
     """`optimizer` or `scheduler`: a type, and the arguments of its constructor."""
-
-    model_config = STRICT
 
     type: str
     params: dict[str, Any] = {}
 
 
-class DeepSpeedConfig(BaseModel):
+class DeepSpeedConfig(Strict):
     """The whole file."""
-
-    model_config = STRICT
 
     train_batch_size: int | None = Field(None, ge=1)
     train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)

@@ -16,6 +16,9 @@ import torch
 # spacing, so its root mean square is spacing / √12. The spacing is 2 u / m of a number with
 # mantissa m, 1 ≤ m < 2; over numbers whose logarithm is uniform the mean of 1/m² is 3 / (8 ln 2).
 ONE_ROUNDING = 2 / math.sqrt(12) * math.sqrt(3 / (8 * math.log(2)))
+# The same of a whole tensor, relative to its norm: √(mean of squared errors / mean of squares).
+# Large numbers weigh more in it. The mean of m² is 3 / (2 ln 2).
+ONE_ROUNDING_OF_NORM = 2 / math.sqrt(12) / math.sqrt(3 / (2 * math.log(2)))
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

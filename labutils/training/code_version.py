@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).resolve().parent.parent
 DECIDES_NOTHING = "labutils.prediction"  # warns before a run and advises after it
 
 
-@lru_cache(maxsize=1)
-def code_version() -> str:
-    """Return a hash of the modules that decide a run's numbers."""
+@lru_cache
+def code_version(start: str = "experiment.py") -> str:
+    """Return a hash of the modules that decide a run's numbers: those behind `training/start`."""
     digest = hashlib.sha256()
-    for path in sorted(modules_behind(PACKAGE / "training" / "experiment.py")):
+    for path in sorted(modules_behind(PACKAGE / "training" / start)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

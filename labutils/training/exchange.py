@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from labutils.techniques.rounding import ONE_ROUNDING_OF_NORM
+
 ORDERS = ("ring", "tree")
-# A rounding error is uniform within half a spacing. Relative to numbers whose logarithms are
-# uniform, its root mean square is this part of half an eps: √(ln 2 / (3 · 3/2)).
-ROUNDING = math.sqrt(math.log(2) / 4.5)
 
 
 def ring_bytes(n_bytes: float, n_workers: int) -> float:
@@ -73,7 +72,7 @@ def predicted_error(
     """Return the predicted error of the sum, relative to its norm.
 
     A sum of k gradients has the squared norm k² `true` + k `noise`: |G|² and S of one worker. Every
-    rounding adds an independent error of ROUNDING · `eps` / 2, relative to what it rounds.
+    rounding adds an independent error of ONE_ROUNDING_OF_NORM · `eps` / 2, relative to the norm.
     `is_cast`: the gradients were rounded, too. Underflow and overflow do not count.
     """
 
@@ -87,7 +86,7 @@ def predicted_error(
         pairs = [a + b for a, b in zip(sizes[0:width:2], sizes[1:width:2], strict=False)]
         rounded += sum(map(norm2, pairs))
         sizes = pairs + sizes[2 * len(pairs) :]
-    return ROUNDING * eps / 2 * math.sqrt(rounded / norm2(n_workers))
+    return ONE_ROUNDING_OF_NORM * eps / 2 * math.sqrt(rounded / norm2(n_workers))
 
 
 @contextmanager

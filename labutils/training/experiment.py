@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +21,13 @@ from labutils.memory.device_memory import expandable_segments, free_memory, memo
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.measure import measure_step
 from labutils.prediction.out_of_memory import require_host_memory, suggest_changes
-from labutils.techniques.schedule import learning_rate_at
 from labutils.training import distributed
 from labutils.training.loop import to_device, train
 from labutils.training.planned import (
     announce,
     announce_state,
     planned_record,
+    rate_of,
     require_equal_shares,
 )
 from labutils.training.records import RunRecord, find_equal
@@ -156,13 +155,6 @@ def _train_and_measure(
     if COMPILE_MODES[config.compile].is_on and progress:
         mode = f"compile: {config.compile}"
         print(f"{config.name}: the first step compiles the model ({mode}); that takes a while")
-    rate = partial(
-        learning_rate_at,
-        highest=config.learning_rate,
-        schedule=config.lr_schedule,
-        warmup_steps=config.lr_warmup_steps,
-        steps=config.steps,
-    )
     record = train(
         work.model,
         data.batches,
@@ -173,7 +165,7 @@ def _train_and_measure(
         precision=config.precision,
         scaler=work.scaler,
         max_grad_norm=config.max_grad_norm,
-        learning_rate_at=rate,
+        learning_rate_at=rate_of(config),
         held_out=data.held_out,
         eval_every=config.eval_every,
         saver=saver,

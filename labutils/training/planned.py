@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from labutils.config.resolve import Run
@@ -9,6 +12,7 @@ from labutils.config.schema import Config, ConfigError
 from labutils.files import commit, program
 from labutils.machine import here
 from labutils.memory.device_memory import without_expandable_segments
+from labutils.techniques.schedule import learning_rate_at
 from labutils.training import distributed
 from labutils.training.code_version import code_version
 from labutils.training.records import RunRecord, state_files
@@ -28,6 +32,17 @@ def require_equal_shares(config: Config, resume: bool) -> None:
         raise ConfigError(
             f"{config.name}: `save_every`: states are saved in a single process only; set it to 0"
         )
+
+
+def rate_of(config: Config) -> Callable[[int], float]:
+    """Return the learning rate of each step, counted from 0."""
+    return partial(
+        learning_rate_at,
+        highest=config.learning_rate,
+        schedule=config.lr_schedule,
+        warmup_steps=config.lr_warmup_steps,
+        steps=config.steps,
+    )
 
 
 def planned_record(

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from labutils.config.choices import PRECISIONS
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
-from labutils.techniques.schedule import learning_rate_at
 from labutils.training.convergence import read_record
 from labutils.training.loop import train
+from labutils.training.planned import rate_of
 from labutils.training.records import RunRecord
 from labutils.workload.build import Workload, build_data, build_workload
 
@@ -95,13 +94,6 @@ def run_config(
     work = build_workload(config, device, build_data(config))
     if change:
         change(work.model)
-    rate = partial(
-        learning_rate_at,
-        highest=config.learning_rate,
-        schedule=config.lr_schedule,
-        warmup_steps=config.lr_warmup_steps,
-        steps=config.steps,
-    )
     record = train(
         work.model,
         work.data.batches,
@@ -111,7 +103,7 @@ def run_config(
         precision=config.precision,
         scaler=work.scaler,
         max_grad_norm=config.max_grad_norm,
-        learning_rate_at=rate,
+        learning_rate_at=rate_of(config),
         progress=False,
     )
     return work, record

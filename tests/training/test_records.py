@@ -13,7 +13,7 @@ import torch
 import labutils as lab
 from labutils.files import new_id, write_atomically
 from labutils.training import experiment
-from labutils.training.code_version import PACKAGE, modules_behind
+from labutils.training.code_version import PACKAGE, code_version, modules_behind
 from labutils.training.experiments import run_experiments
 from labutils.training.records import RecordError, RunRecord, Series, Timing, load_record
 from labutils.workload import data
@@ -334,6 +334,13 @@ def test_what_cannot_be_read_is_named_and_stops_nothing(runs, monkeypatch):
 def test_files_in_a_shared_folder_can_be_read_by_others(runs):
     if sys.platform != "win32":
         assert record("fp32").save().stat().st_mode & 0o777 == 0o644
+
+
+def test_the_code_behind_an_engine_is_in_its_version():
+    engines = PACKAGE / "training" / "engines"
+    behind = modules_behind(engines / "run.py")
+    assert set(engines.glob("with_*.py")) | {PACKAGE / "training" / "planned.py"} <= behind
+    assert code_version("engines/run.py") != code_version()
 
 
 def test_every_module_that_decides_a_number_is_in_the_code_version():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.memory.device_memory import free_memory
 from labutils.techniques.precision import tf32
-from labutils.techniques.schedule import learning_rate_at
 from labutils.training import distributed
+from labutils.training.code_version import code_version
 from labutils.training.engines import with_accelerate, with_fabric, with_trainer
 from labutils.training.engines.parts import Parts, require
 from labutils.training.loop import evaluate
-from labutils.training.planned import announce, planned_record
+from labutils.training.planned import announce, planned_record, rate_of
 from labutils.training.records import RunRecord, find_equal
 from labutils.training.speed import flops_per_token, timing_of
 from labutils.workload.build import build_data, build_workload
@@ -81,7 +80,8 @@ def _planned(config, run, device, data, repeat, engine, package) -> RunRecord:
     planned = planned_record(config, run, device, data, repeat)
     version = f"{engine} ({package} {require(package).__version__})"
     name = f"{config.name}_{engine}"
-    changed = {"name": name, "environment": planned.environment | {"engine": version}}
+    environment = planned.environment | {"engine": version}
+    changed = {"name": name, "environment": environment, "code": code_version("engines/run.py")}
     return planned.model_copy(update=changed)
 
 
@@ -89,13 +89,6 @@ def _train(run, device, data, train, planned, callbacks) -> RunRecord:
     config = run.config
     plain_blocks = config.model_copy(update={"gradient_checkpointing": "none"})
     work = build_workload(plain_blocks, device, data)
-    rate_at = partial(
-        learning_rate_at,
-        highest=config.learning_rate,
-        schedule=config.lr_schedule,
-        warmup_steps=config.lr_warmup_steps,
-        steps=config.steps,
-    )
     parts = Parts(
         config,
         work.model,
@@ -104,7 +97,7 @@ def _train(run, device, data, train, planned, callbacks) -> RunRecord:
         work.scaler,
         data.batches,
         run.steps,
-        rate_at,
+        rate_of(config),
         device,
         callbacks,
     )
