@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import labutils as lab
 from labutils.config.reader import load_config
 from labutils.config.schema import ConfigError
-from labutils.training import experiment
+from labutils.training import planned
 from labutils.training.records import find_runs
 from tests.helpers import REPO, committed, slow
 
@@ -109,7 +109,7 @@ def test_a_disk_that_fills_up_during_training_loses_nothing(runs, monkeypatch, c
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
         return 1e-3
 
-    monkeypatch.setattr(experiment, "learning_rate_at", fill)
+    monkeypatch.setattr(planned, "learning_rate_at", fill)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         record = lab.run_experiment(lab.load_config("fp32", **SMALL), progress=False)

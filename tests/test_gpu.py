@@ -27,7 +27,7 @@ from labutils.techniques.schedule import learning_rate_at
 from labutils.tools.bench.allocator_configs import BLOCK, CHUNKS, LEAN
 from labutils.tools.bench.allocator_table import Trials
 from labutils.tools.cli import main
-from labutils.training import experiment, profiles
+from labutils.training import planned, profiles
 from labutils.training.loop import to_device
 from labutils.training.records import load_record
 from labutils.training.speed import peak_rate
@@ -480,9 +480,9 @@ def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch
             raise KeyboardInterrupt
         return real(step, **schedule)
 
-    monkeypatch.setattr(experiment, "learning_rate_at", stopping)
+    monkeypatch.setattr(planned, "learning_rate_at", stopping)
     run()
-    monkeypatch.setattr(experiment, "learning_rate_at", real)
+    monkeypatch.setattr(planned, "learning_rate_at", real)
     torch.cuda.manual_seed(99)
     continued = run(resume=True)
     assert continued.environment["resumed"] == "after step 4"

@@ -19,7 +19,7 @@ import torch
 import labutils as lab
 from labutils.techniques.schedule import learning_rate_at
 from labutils.tools.cli import main
-from labutils.training import distributed, experiment
+from labutils.training import distributed, planned
 from labutils.training import saved_state as resuming
 from labutils.training.records import RecordError, load_record, state_files
 from tests.helpers import CPU
@@ -59,8 +59,8 @@ def stop_at(monkeypatch, step):
             raise KeyboardInterrupt
         return real(now, **schedule)
 
-    monkeypatch.setattr(experiment, "learning_rate_at", stopping)
-    return lambda: monkeypatch.setattr(experiment, "learning_rate_at", real)
+    monkeypatch.setattr(planned, "learning_rate_at", stopping)
+    return lambda: monkeypatch.setattr(planned, "learning_rate_at", real)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
 def train_slowly(folder: str) -> None:
     os.environ["LABUTILS_RUNS"] = folder
     real = learning_rate_at
-    experiment.learning_rate_at = lambda step, **schedule: (
+    planned.learning_rate_at = lambda step, **schedule: (
         time.sleep(0.05),
         real(step, **schedule),
     )[1]
@@ -147,7 +147,7 @@ def test_ctrl_c_while_a_state_is_written_ends_the_run(runs, monkeypatch):
 def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
     real = learning_rate_at
     monkeypatch.setattr(
-        experiment,
+        planned,
         "learning_rate_at",
         lambda step, **schedule: real(step, **schedule) if step < 2 else math.nan,
     )
@@ -325,9 +325,9 @@ def test_a_damaged_or_foreign_state_is_refused_and_runs_no_code(state, tmp_path,
 
 def test_a_state_whose_config_is_none_is_refused(state):
     header = resuming.read_header(state)
-    planned = header.planned.model_copy(update={"config": header.planned.config | {"steps": 0}})
-    path = state.with_name(f"short-{planned.experiment}-0-1.state")
-    rewrite(path, {}, header.model_copy(update={"planned": planned}))
+    empty = header.planned.model_copy(update={"config": header.planned.config | {"steps": 0}})
+    path = state.with_name(f"short-{empty.experiment}-0-1.state")
+    rewrite(path, {}, header.model_copy(update={"planned": empty}))
     with pytest.raises(
         RecordError, match="cannot be continued: short: `steps`: Input should be greater than"
     ):
@@ -346,7 +346,7 @@ def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if full else limits[0], limits[1]))
         return real(step, **schedule)
 
-    monkeypatch.setattr(experiment, "learning_rate_at", fill)
+    monkeypatch.setattr(planned, "learning_rate_at", fill)
     try:
         record = start()
     finally:
@@ -356,7 +356,7 @@ def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys
     out = capsys.readouterr().out
     assert "state of step 4 NOT SAVED" in out and "the run goes on" in out
     assert not list(runs.glob(".*"))
-    monkeypatch.setattr(experiment, "learning_rate_at", real)
+    monkeypatch.setattr(planned, "learning_rate_at", real)
     assert start(resume=True).environment["resumed"] == "after step 2"
 
 
