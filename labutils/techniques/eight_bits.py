@@ -54,9 +54,9 @@ def _in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
 def rounded_product(forward: Rounding, backward: Rounding) -> Product:
     """Return a product (x, weight) that rounds the operands of a linear layer's three products.
 
-    `x` is `(tokens, n_in)`, `weight` `(n_in, n_out)`. `forward` rounds both, `backward` the gradient
-    of the result. The gradients of x and of the weight are products of that rounded gradient with
-    the other rounded operand. Sums, and the three results, keep the dtype that the roundings return.
+    `x` is `(tokens, n_in)`, `weight` `(n_in, n_out)`. `forward` rounds both, `backward` rounds the
+    gradient of the result. The gradients of x and of the weight are products of that rounded
+    gradient with the other rounded operand. Sums and results have the dtype of the roundings.
     """
 
     class RoundedProduct(torch.autograd.Function):
