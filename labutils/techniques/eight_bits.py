@@ -1,18 +1,21 @@
 """Eight-bit floats, emulated: numbers rounded as FP8 stores them, and products of such numbers.
 
 A product of two FP8 numbers is exact in float32. So rounding the operands and multiplying in
-float32 gives what FP8 hardware gives, but for the order of its sums. Works on every device.
+float32 gives what FP8 hardware gives, but for float32's roundings of scales and sums. Works on
+every device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fp8_scale(x: torch.Tensor, dtype: torch.dtype, block: int = 0) -> torch.Tensor:
@@ -46,6 +49,30 @@ def _in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     if x.shape[-1] % block:
         raise ValueError(f"blocks of {block} do not divide {x.shape[-1]} numbers")
     return x.unflatten(-1, (-1, block))
+
+
+def rounded_product(forward: Rounding, backward: Rounding) -> Product:
+    """Return a product (x, weight) that rounds the operands of a linear layer's three products.
+
+    `x` is `(tokens, n_in)`, `weight` `(n_in, n_out)`. `forward` rounds both, `backward` rounds the
+    gradient of the result. The gradients of x and of the weight are products of that rounded
+    gradient with the other rounded operand. Sums and results have the dtype of the roundings.
+    """
+
+    class RoundedProduct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            operands = forward(x), forward(weight)
+            ctx.save_for_backward(*operands)
+            return operands[0] @ operands[1]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, weight = ctx.saved_tensors
+            gradient = backward(gradient)
+            return gradient @ weight.T, x.T @ gradient
+
+    return RoundedProduct.apply
 
 
 def replace_products(model: nn.Module, product: Product) -> int:

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.techniques.eight_bits import fp8_rounded, fp8_scale, replace_products
+from labutils.techniques.eight_bits import (
+    fp8_rounded,
+    fp8_scale,
+    replace_products,
+    rounded_product,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {E4M3: lab.numerics.E4M3, E5M2: lab.numerics.E5M2}
@@ -100,3 +105,19 @@ def test_the_products_of_all_linear_layers_of_the_blocks_are_replaced():
     assert shapes[0] == ((32, 128), (128, 384))
     replace_products(model, lambda x, weight: 0 * (x @ weight))
     assert not torch.allclose(model(ids).logits, before, atol=1e-2)
+
+
+def test_all_three_products_of_a_layer_have_rounded_operands():
+    generator = torch.Generator().manual_seed(0)
+    x, weight, gradient = (
+        torch.randn(n, k, generator=generator) for n, k in ((6, 8), (8, 4), (6, 4))
+    )
+    x.requires_grad_(), weight.requires_grad_()
+    product = rounded_product(lambda v: fp8_rounded(v, E4M3), lambda v: fp8_rounded(v, E5M2))
+    result = product(x, weight)
+    result.backward(gradient)
+    x4, w4 = fp8_rounded(x.detach(), E4M3), fp8_rounded(weight.detach(), E4M3)
+    g5 = fp8_rounded(gradient, E5M2)
+    assert torch.equal(result, x4 @ w4)
+    assert torch.equal(x.grad, g5 @ w4.T) and torch.equal(weight.grad, x4.T @ g5)
+    assert not torch.equal(g5, fp8_rounded(gradient, E4M3))
