@@ -23,7 +23,7 @@ from labutils.workload.gpt2 import build_model
 def compress_hook(dtype: torch.dtype) -> Callable[[Any, Any], torch.futures.Future]:
     """Return a DDP hook that exchanges gradients in `dtype`, like PyTorch's `*_compress_hook`.
 
-    Those do the same, but `bf16_compress_hook` refuses to work without NCCL, so on a CPU.
+    Those do the same, but DDP takes `bf16_compress_hook` only where PyTorch is built with NCCL.
     """
 
     def hook(_, bucket):  # DDP wants the types themselves as annotations, or none
