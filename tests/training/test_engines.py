@@ -73,6 +73,32 @@ def test_without_accumulation_and_clipping_too(engine):
     assert theirs.held_out[0][1] == pytest.approx(ours.held_out[0][1], abs=TOLERANCE["fp32"])
 
 
+def test_a_micro_batch_of_two_is_trained_as_one(engine):
+    config = small(micro_batch_size=2, tokens_per_step=64, steps=5)
+    ours, theirs = plain(config).series, through(engine, config).series
+    assert theirs.loss == pytest.approx(ours.loss, abs=TOLERANCE["fp32"])
+    assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=10 * TOLERANCE["fp32"])
+
+
+def test_checkpointing_computes_each_block_twice(engine, monkeypatch):
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    calls, forward = [], GPT2MLP.forward
+
+    def counted(self, x):
+        if self.training:  # not while the held-out loss is measured
+            calls.append(self)
+        return forward(self, x)
+
+    monkeypatch.setattr(GPT2MLP, "forward", counted)
+    found = {}
+    for checkpointing in ("none", "block"):
+        calls.clear()
+        through(engine, small(gradient_checkpointing=checkpointing, steps=2))
+        found[checkpointing] = len(calls)
+    assert found["block"] == 2 * found["none"] > 0
+
+
 def test_skipped_steps_fall_on_the_same_steps_and_leave_the_schedule_alone(engine, all_steps):
     config = small("fp16", init_scale=2.0**40, tokens_per_step=16, steps=12)
     ours, theirs = plain(config).series, through(engine, config).series

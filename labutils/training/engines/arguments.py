@@ -107,7 +107,7 @@ RENAMED = {
     "Accelerator": ["fp16 > mixed_precision", "dispatch_batches > dataloader_config"],
     "lightning.Trainer": [
         "gpus > devices",
-        "amp_backend > precision",
+        "amp_backend >",
         "amp_level >",
         "checkpoint_callback > enable_checkpointing",
         "progress_bar_refresh_rate > enable_progress_bar",
