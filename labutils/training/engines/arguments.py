@@ -25,7 +25,7 @@ OWNERS = {  # how a table names a class or function → where it is
 # topic → line of the loop → arguments that stand for it
 DECODED = {
     "precision": {
-        "with torch.autocast(…, dtype=…): (FP16: and a scaler)": {
+        "with torch.autocast(…, dtype=…): … (FP16 also takes a scaler)": {
             "TrainingArguments": "bf16 fp16",
             "Accelerator": "mixed_precision",
             "lightning.Trainer": "precision",
