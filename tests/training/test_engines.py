@@ -12,11 +12,14 @@ import labutils as lab
 from labutils.config import resolve
 from labutils.config.schema import ConfigError
 from labutils.files import runs_dir
+from labutils.techniques.loss import IGNORED
 from labutils.tools.cli import ENGINES as OFFERED
 from labutils.tools.cli import main
-from labutils.training import loop
+from labutils.training import experiment, loop
+from labutils.training.engines import run
 from labutils.training.engines.parts import FrameworkMissing
 from labutils.training.engines.run import ENGINES, run_engine
+from labutils.workload import build
 from tests.helpers import CPU, REPO
 
 # Of losses near 7, over 20 steps. FP32: sums in another order. FP16 and BF16: a product rounds to
@@ -75,6 +78,31 @@ def test_without_accumulation_and_clipping_too(engine):
 
 def test_a_micro_batch_of_two_is_trained_as_one(engine):
     config = small(micro_batch_size=2, tokens_per_step=64, steps=5)
+    ours, theirs = plain(config).series, through(engine, config).series
+    assert theirs.loss == pytest.approx(ours.loss, abs=TOLERANCE["fp32"])
+    assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=10 * TOLERANCE["fp32"])
+
+
+def with_unequal_micro_batches(config):
+    """Return a config's data with labels of every second micro-batch left out, but for a few."""
+    made = build.build_data(config)
+    full = made.batches
+
+    def unequal():
+        for i, batch in enumerate(full):
+            labels = batch["labels"].clone()
+            labels[:, 4 if i % 2 else config.seq_len :] = IGNORED
+            yield batch | {"labels": labels}
+
+    made.batches = unequal()
+    return made
+
+
+def test_a_loss_is_divided_once_by_the_targets_of_the_window(engine, monkeypatch):
+    """Equal micro-batches would not tell this from a mean of means."""
+    for module in (experiment, run):
+        monkeypatch.setattr(module, "build_data", with_unequal_micro_batches)
+    config = small(steps=5)
     ours, theirs = plain(config).series, through(engine, config).series
     assert theirs.loss == pytest.approx(ours.loss, abs=TOLERANCE["fp32"])
     assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=10 * TOLERANCE["fp32"])
