@@ -12,11 +12,14 @@ import labutils as lab
 from labutils.config import resolve
 from labutils.config.schema import ConfigError
 from labutils.files import runs_dir
+from labutils.techniques.loss import IGNORED
 from labutils.tools.cli import ENGINES as OFFERED
 from labutils.tools.cli import main
-from labutils.training import loop
+from labutils.training import experiment, loop
+from labutils.training.engines import run
 from labutils.training.engines.parts import FrameworkMissing
 from labutils.training.engines.run import ENGINES, run_engine
+from labutils.workload import build
 from tests.helpers import CPU, REPO
 
 # Of losses near 7, over 20 steps. FP32: sums in another order. FP16 and BF16: a product rounds to
@@ -71,6 +74,57 @@ def test_without_accumulation_and_clipping_too(engine):
     assert theirs.series.loss == pytest.approx(ours.series.loss, abs=TOLERANCE["fp32"])
     assert all(map(math.isnan, theirs.series.grad_norm))
     assert theirs.held_out[0][1] == pytest.approx(ours.held_out[0][1], abs=TOLERANCE["fp32"])
+
+
+def test_a_micro_batch_of_two_is_trained_as_one(engine):
+    config = small(micro_batch_size=2, tokens_per_step=64, steps=5)
+    ours, theirs = plain(config).series, through(engine, config).series
+    assert theirs.loss == pytest.approx(ours.loss, abs=TOLERANCE["fp32"])
+    assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=10 * TOLERANCE["fp32"])
+
+
+def with_unequal_micro_batches(config):
+    """Return a config's data with labels of every second micro-batch left out, but for a few."""
+    made = build.build_data(config)
+    full = made.batches
+
+    def unequal():
+        for i, batch in enumerate(full):
+            labels = batch["labels"].clone()
+            labels[:, 4 if i % 2 else config.seq_len :] = IGNORED
+            yield batch | {"labels": labels}
+
+    made.batches = unequal()
+    return made
+
+
+def test_a_loss_is_divided_once_by_the_targets_of_the_window(engine, monkeypatch):
+    """Equal micro-batches would not tell this from a mean of means."""
+    for module in (experiment, run):
+        monkeypatch.setattr(module, "build_data", with_unequal_micro_batches)
+    config = small(steps=5)
+    ours, theirs = plain(config).series, through(engine, config).series
+    assert theirs.loss == pytest.approx(ours.loss, abs=TOLERANCE["fp32"])
+    assert theirs.grad_norm == pytest.approx(ours.grad_norm, rel=10 * TOLERANCE["fp32"])
+
+
+def test_checkpointing_computes_each_block_twice(engine, monkeypatch):
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    calls, forward = [], GPT2MLP.forward
+
+    def counted(self, x):
+        if self.training:  # not while the held-out loss is measured
+            calls.append(self)
+        return forward(self, x)
+
+    monkeypatch.setattr(GPT2MLP, "forward", counted)
+    found = {}
+    for checkpointing in ("none", "block"):
+        calls.clear()
+        through(engine, small(gradient_checkpointing=checkpointing, steps=2))
+        found[checkpointing] = len(calls)
+    assert found["block"] == 2 * found["none"] > 0
 
 
 def test_skipped_steps_fall_on_the_same_steps_and_leave_the_schedule_alone(engine, all_steps):

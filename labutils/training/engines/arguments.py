@@ -25,7 +25,7 @@ OWNERS = {  # how a table names a class or function → where it is
 # topic → line of the loop → arguments that stand for it
 DECODED = {
     "precision": {
-        "with torch.autocast(…, dtype=…): (FP16: and a scaler)": {
+        "with torch.autocast(…, dtype=…): … (FP16 also takes a scaler)": {
             "TrainingArguments": "bf16 fp16",
             "Accelerator": "mixed_precision",
             "lightning.Trainer": "precision",
@@ -107,7 +107,7 @@ RENAMED = {
     "Accelerator": ["fp16 > mixed_precision", "dispatch_batches > dataloader_config"],
     "lightning.Trainer": [
         "gpus > devices",
-        "amp_backend > precision",
+        "amp_backend >",
         "amp_level >",
         "checkpoint_callback > enable_checkpointing",
         "progress_bar_refresh_rate > enable_progress_bar",
