@@ -51,10 +51,10 @@ def _in_blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     return x.unflatten(-1, (-1, block))
 
 
-def rounded_product(forward: Rounding, backward: Rounding) -> Product:
+def rounded_product(operand: Rounding, gradient: Rounding) -> Product:
     """Return a product (x, weight) that rounds the operands of a linear layer's three products.
 
-    `x` is `(tokens, n_in)`, `weight` `(n_in, n_out)`. `forward` rounds both, `backward` rounds the
+    `x` is `(tokens, n_in)`, `weight` `(n_in, n_out)`. `operand` rounds both, `gradient` rounds the
     gradient of the result. The gradients of x and of the weight are products of that rounded
     gradient with the other rounded operand. Sums and results have the dtype of the roundings.
     """
@@ -62,15 +62,15 @@ def rounded_product(forward: Rounding, backward: Rounding) -> Product:
     class RoundedProduct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            operands = forward(x), forward(weight)
+            operands = operand(x), operand(weight)
             ctx.save_for_backward(*operands)
             return operands[0] @ operands[1]
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def backward(ctx: Any, of_result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             x, weight = ctx.saved_tensors
-            gradient = backward(gradient)
-            return gradient @ weight.T, x.T @ gradient
+            rounded = gradient(of_result)
+            return rounded @ weight.T, x.T @ rounded
 
     return RoundedProduct.apply
 
