@@ -56,6 +56,9 @@ def new(options: argparse.Namespace) -> int:
             file.write(text)
     except FileExistsError:
         return _exists(target.name)
+    except OSError as error:  # a checkout that one may only read
+        copy = f"copy {source} into a folder of your own, then: {program()} run FILE"
+        raise ConfigError(f"cannot write {target}: {error.strerror}; {copy}") from error
     run = f"{program()} run configs/{target.name}"
     print(f"wrote configs/{target.name}. Edit it, then: {run}")
     return 0

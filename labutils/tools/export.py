@@ -165,7 +165,7 @@ def _values(c: Config, device_type: str) -> dict[str, object]:
     }[device_type]
     if device_type == "cpu" and c.precision not in ("fp32", "tf32"):
         about += " (and goes on where that stops early, because 16 bits are slow)"
-    about += "; written by `python -m labutils export`."
+    about += "; written by `labutils export`."
     row = MODELS[c.model]
     shape = {"n_layer": row.n_layer, "n_head": row.n_head, "n_embd": row.width}
     shape |= {"vocab_size": -(-n_entries // 64) * 64 if c.pad_vocab else n_entries}

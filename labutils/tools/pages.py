@@ -18,6 +18,8 @@ from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
 FOLDER = Path(__file__).resolve().parent
+PRINTED = re.compile(r"(<pre>)(.*?)(</pre>)", re.S)
+COLUMNS = re.compile(r"(?:^[^<\n]*[^ <\n] {2,}[^ <\n][^<\n]*\n?){2,}", re.M)  # in two lines or more
 NOTEBOOK_LINK = re.compile(r"^(?![a-z]+:)(?:.*/)?([^/#]+)\.ipynb")  # not into another site
 
 
@@ -57,7 +59,13 @@ def page(notebook: nbformat.NotebookNode, device: str) -> str:
     headings = re.findall(r"^# (.+)$", _markdown(notebook), flags=re.M) or ["Notebook"]
     notebook.metadata["title"] = f"{headings[0]} – {device}"
     text, _ = PageExporter().from_notebook_node(notebook)
+    text = PRINTED.sub(lambda found: found[1] + _columns(found[2]) + found[3], text)
     return text.replace("<main>", f"{_contents(text)}\n<main>", 1)
+
+
+def _columns(printed: str) -> str:
+    """Return printed text whose columns scroll where the screen is narrow; sentences wrap."""
+    return COLUMNS.sub(lambda found: f'<span class="columns">{found[0]}</span>', printed)
 
 
 def _markdown(notebook: nbformat.NotebookNode) -> str:

@@ -141,7 +141,7 @@ def test_a_conversation_leads_to_a_config_and_back(exhibit, show, browser):
     assert part(root, "result").is_displayed()
     assert "Precision: fp16. The card has tensor cores for it." in part(root, "precision").text
     assert "Not bf16: compute capability 7.5 has no BF16 hardware" in part(root, "precision").text
-    assert part(root, "run").text == "python -m labutils run configs/my_choice.yaml"
+    assert part(root, "run").text == "labutils run configs/my_choice.yaml"
     assert "precision: fp16 # [*]" in part(root, "yaml").get_property("value")
     part(root, "back").click()
     assert part(root, "question").text == "Question 3 of 3: What is wrong?"

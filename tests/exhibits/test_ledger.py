@@ -199,9 +199,9 @@ def test_the_file_and_the_command_are_the_same_config(browser, show, tmp_path, s
     path.write_text(browser.execute_script(CALL, root, "yaml", setting, 12), encoding="utf-8")
     assert lab.load_config(path).model_dump(exclude={"name", "note", "overrides"}) == wanted
     command = shlex.split(browser.execute_script(CALL, root, "command", setting, 12))
-    assert command[:4] == ["python", "-m", "labutils", "predict"]
+    assert command[:2] == ["labutils", "predict"]
     pairs = [value for flag, value in pairwise(command) if flag == "--set"]
-    again = lab.load_config(command[4], **parse_overrides(pairs))
+    again = lab.load_config(command[2], **parse_overrides(pairs))
     assert again.model_dump(exclude={"name", "note", "overrides"}) == wanted
 
 
@@ -209,7 +209,7 @@ def test_the_command_predicts_what_the_page_shows(browser, show, capsys):
     root = show(lab.play.ledger())
     setting = some_settings(1, seed=11, model="gpt2", seq_len=256, loss_chunk_tokens=0)[0]
     command = shlex.split(browser.execute_script(CALL, root, "command", setting, 3))
-    assert cli.main([*command[3:], "--json"]) == 0
+    assert cli.main([*command[1:], "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     for phase, parts in said["phases"].items():
         parts.pop(ROUNDING)

@@ -59,6 +59,25 @@ def test_a_wide_table_scrolls_by_itself(visit, browser, tmp_path):
     assert browser.execute_script(sizes, table) == [True, True, True]
 
 
+def test_printed_columns_scroll_and_sentences_wrap(visit, browser, tmp_path):
+    row = "a row of a table   " + "12345.6   " * 9
+    sentence = "A sentence that is wider than the screen goes on in the next line, as prose does."
+    cell = nbformat.v4.new_code_cell("x = 1")
+    cell.outputs = [
+        nbformat.v4.new_output("stream", text=f"{sentence}\n{row}\n{row}\n{sentence}\n")
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(page(nbformat.v4.new_notebook(cells=[cell]), "A Card"), encoding="utf-8")
+    visit(path, 400)
+    [columns] = browser.find_elements("css selector", ".columns")
+    assert columns.text.count("a row of a table") == 2 and "sentence" not in columns.text
+    sizes = "const e = arguments[0]; return [e.scrollWidth > e.clientWidth, e.clientHeight]"
+    scrolls, high = browser.execute_script(sizes, columns)
+    assert scrolls and high < 60  # two lines, none of them broken
+    printed = browser.find_element("css selector", "pre:has(.columns)")
+    assert browser.execute_script("return arguments[0].clientHeight", printed) > high + 4 * 14
+
+
 def test_the_page_is_dark_where_the_system_is(visit, browser, tmp_path):
     opened(visit, tmp_path)
     colour = "return getComputedStyle(document.body).backgroundColor"

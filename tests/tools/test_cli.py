@@ -127,6 +127,15 @@ def test_new_copies_a_config_and_never_overwrites(tmp_path, monkeypatch, capsys)
     assert sorted(p.name for p in folder.iterdir()) == ["bf16_config.yaml", "my_mine.yaml"]
 
 
+def test_new_says_what_to_do_where_configs_cannot_be_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "configs").write_text("a file where the folder should be")
+    monkeypatch.setattr(config_module, "CONFIGS_DIR", tmp_path / "configs")
+    assert main(["new", "mine", "--from", str(REPO / "configs" / "bf16_config.yaml")]) == 1
+    said = capsys.readouterr().err
+    assert "cannot write" in said and "my_mine.yaml: Not a directory" in said
+    assert "into a folder of your own, then:" in said
+
+
 def test_doctor_describes_this_machine(capsys):
     assert main(["doctor"]) in (0, 1)
     printed = capsys.readouterr().out
