@@ -12,9 +12,9 @@ from tests.helpers import REPO
 
 NOTEBOOKS = [*sorted(REPO.glob("0*.ipynb")), *sorted(REPO.glob("further/*.ipynb"))]
 LINKS = "[02](02-X.ipynb), [elsewhere](https://a.b/03-X.ipynb)"
-WIDE = f"# 01 · A title\n\n## A & B\n$2^{{k-1}}$ and {LINKS}\n\n$$\\frac{{a}}{{b}}$$\n\n" + (
-    "|" + "a_long_heading|" * 9 + "\n" + "|" + "-|" * 9 + "\n" + "|" + "a_long_value|" * 9
-)
+WIDE = f"# 01 · A title\n\n## A & B\n$2^{{k-1}}$ and {LINKS}\n\n$$\\frac{{a}}{{b}}$$\n\n"
+WIDE += "```\n# no heading\n```\n\n"
+WIDE += "|" + "a_long_heading|" * 9 + "\n" + "|" + "-|" * 9 + "\n" + "|" + "a_long_value|" * 9
 
 
 def opened(visit, tmp_path, text: str = WIDE, width: int = 1200) -> None:
