@@ -103,6 +103,9 @@ def test_measured_categories_are_exact_on_cuda():
     assert report.phases["optimizer"]["gradients"] == weights
     assert report.phases["optimizer"]["optimizer state"] >= 2 * weights
     assert list(report.phases) == ["forward", "loss", "backward", "optimizer"]
+    together = report.phases["backward"]
+    assert together["activations and temporaries"] > 0  # of which no part is known
+    assert together["activations"] == together["logits and loss"] == together["temporaries"] == 0
     assert all(n >= 0 for phase in report.phases.values() for n in phase.values())
     assert report.peak_bytes + before >= torch.cuda.memory_allocated()
 

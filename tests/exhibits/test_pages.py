@@ -11,9 +11,10 @@ from labutils.training.records import RunRecord
 from tests.helpers import REPO
 
 NOTEBOOKS = [*sorted(REPO.glob("0*.ipynb")), *sorted(REPO.glob("further/*.ipynb"))]
-WIDE = "# 01 · A title\n\n## A & B\n$2^{k-1}$ and [02](02-X.ipynb)\n\n$$\\frac{a}{b}$$\n\n" + (
-    "|" + "a_long_heading|" * 9 + "\n" + "|" + "-|" * 9 + "\n" + "|" + "a_long_value|" * 9
-)
+LINKS = "[02](02-X.ipynb), [elsewhere](https://a.b/03-X.ipynb)"
+WIDE = f"# 01 · A title\n\n## A & B\n$2^{{k-1}}$ and {LINKS}\n\n$$\\frac{{a}}{{b}}$$\n\n"
+WIDE += "```\n# no heading\n```\n\n"
+WIDE += "|" + "a_long_heading|" * 9 + "\n" + "|" + "-|" * 9 + "\n" + "|" + "a_long_value|" * 9
 
 
 def opened(visit, tmp_path, text: str = WIDE, width: int = 1200) -> None:
@@ -41,7 +42,9 @@ def test_formulas_are_drawn_and_links_lead_to_pages(visit, browser, tmp_path):
     opened(visit, tmp_path)
     assert len(browser.find_elements("css selector", "math")) == 2
     assert browser.find_elements("css selector", "math[display=block] mfrac")
+    assert browser.title == "01 · A title – A Card"
     assert browser.find_elements("css selector", 'a[href="02-X.html"]')
+    assert browser.find_elements("css selector", 'a[href="https://a.b/03-X.ipynb"]')
     entry = browser.find_element("css selector", "nav li:nth-child(2) a")
     assert entry.text == "A & B"
     target = entry.get_attribute("href").split("#")[1]
@@ -89,6 +92,7 @@ def test_the_page_is_dark_where_the_system_is(visit, browser, tmp_path):
 
 def test_the_index_leads_to_what_is_there(runs, visit, browser):
     runs.mkdir()
+    RunRecord(id="20261121-000000000000-0000", created="", name="older").save()
     RunRecord(id="20261122-000000000000-0000", created="", name="mine <b>").save()
     (runs / "exhibits.html").write_text("<title>Things</title>")
     (runs / "01-A.html").write_text("<title>01 · A – A Card</title>")
@@ -96,7 +100,8 @@ def test_the_index_leads_to_what_is_there(runs, visit, browser):
     visit(site.write_site(), 400)
     assert browser.execute_script("return document.body.scrollWidth <= window.innerWidth")
     links = browser.find_elements("css selector", "a")
-    assert [link.text for link in links] == ["01 · A – A Card", "Things to play with", "mine <b>"]
+    names = ["01 · A – A Card", "Things to play with", "mine <b>", "older"]
+    assert [link.text for link in links] == names
     for link in links:  # relative, and there
         assert (runs / link.get_dom_attribute("href")).is_file()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from labutils.memory.tensors import flat_gradient
-from labutils.techniques.checkpointing import set_checkpointing
+from labutils.techniques.checkpointing import on_host, set_checkpointing
 from labutils.techniques.loss import lm_loss_sum
 from labutils.workload.gpt2 import build_model
 
@@ -25,6 +25,14 @@ def test_a_model_switched_to_a_policy_is_one_built_with_it():
             lm_loss_sum(model, {"input_ids": ids, "labels": ids}).backward()
             gradients.append(flat_gradient(model))
         assert torch.equal(*gradients)
+
+
+def test_offload_copies_activations_and_leaves_parameters_where_they_are():
+    weight, kept = torch.nn.Parameter(torch.ones(2)), torch.arange(3.0)
+    assert on_host(weight)() is weight
+    bring_back = on_host(kept)
+    kept.zero_()
+    assert bring_back().tolist() == [0, 1, 2]
 
 
 def test_an_unknown_policy_leaves_the_model_alone():

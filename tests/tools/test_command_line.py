@@ -137,6 +137,14 @@ def test_a_table_loses_spare_columns_first_and_then_breaks_long_texts():
     assert text.endswith("not shown in 50 columns: note")
     assert text.count("a b") == 15  # nothing is cut off
     assert "first   1,000  a b" in text and "second      –" in text
+    both = fitted(table, 101, spare=["n", "note"])
+    assert both.endswith("not shown in 101 columns: n")  # the first is enough
+
+
+def test_a_long_name_is_broken_after_an_underscore_and_keeps_it():
+    table = pd.DataFrame({"run": ["gradient_checkpointing_every_2"]}, index=[1])
+    lines = [line.removeprefix("1").strip() for line in fitted(table, 20).splitlines()[1:]]
+    assert lines == ["gradient_", "checkpointing_", "every_2"]
 
 
 def test_no_command_lists_all_with_a_line_each(capsys):

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from labutils import by_layer
+from labutils.techniques.loss import lm_loss_sum
 from labutils.techniques.precision import autocast
+from labutils.training.loop import train
+from labutils.workload.data import batches, sequences
 from tests.helpers import CPU
 
 
@@ -122,6 +125,23 @@ def test_a_run_is_repeated_by_its_seed_and_changed_by_rounding():
     nudged = weight(1, CPU, nudge=1e-7)
     # Adam divides by the size of a gradient, so a weight moves by up to 1e-3 in each step
     assert not torch.equal(nudged, plain) and (nudged - plain).abs().max() < 2.1e-3
+
+
+def test_a_nudge_is_relative_and_has_either_sign():
+    plain, nudged = by_layer.model_after(0, 1, CPU), by_layer.model_after(0, 1, CPU, nudge=1e-3)
+    ratio = nudged.lm_head.weight / plain.lm_head.weight - 1
+    assert torch.allclose(ratio.abs(), torch.full_like(ratio, 1e-3), atol=1e-6)
+    assert 0.4 < (ratio > 0).float().mean() < 0.6
+
+
+def test_its_steps_are_those_of_the_training_loop():
+    start, trained = (by_layer.model_after(n, 1, CPU).lm_head.weight for n in (0, 3))
+    model = by_layer.model_after(0, 1, CPU)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=by_layer.LEARNING_RATE)
+    text = batches(sequences(by_layer.SEQ_LEN), by_layer.TRAINED_ROWS, 1)
+    train(model, text, lm_loss_sum, optimizer, steps=3, progress=False)
+    # Adam makes whole steps of gradients that are nearly 0, whatever their last bits
+    assert (trained - model.lm_head.weight).norm() < 0.02 * (trained - start).norm()
 
 
 def test_a_layer_gets_and_gives_16_bit_numbers(model, batch):

@@ -111,6 +111,7 @@ def test_one_large_bucket_waits_for_all_gradients():
     model = lab.build_model("gpt2-nano", dropout=0.0)
     _, ready = lab.exchange.handed_over(model, nano_loss, bucket_mib=100)
     assert ready == [1]
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_two_processes_compute_what_is_simulated_and_time_both_ways():

@@ -41,6 +41,16 @@ def test_a_rate_that_is_far_too_high_ends_in_rows_without_a_loss(runs):
     assert list(rows.step) == [8, 16, 24, 32]
 
 
+def test_a_run_has_the_rate_and_the_scaler_of_its_config():
+    config = stability.config_of("fp16", "usual", 0, 16)
+    work, record = stability.run_config(config, CPU)
+    warmup, rate = stability.WARMUP_STEPS, stability.RATES["usual"]
+    expected = [rate * min(1, (step + 1) / warmup) for step in range(16)]
+    assert record.series.learning_rate == pytest.approx(expected)
+    assert record.series.loss_scale[stability.GROWTH_INTERVAL] == 2 * config.init_scale
+    assert work.scaler.get_growth_interval() == stability.GROWTH_INTERVAL
+
+
 def test_steps_that_are_no_multiple_are_refused():
     with pytest.raises(ValueError, match="no multiple of 8"):
         stability.run_one("fp32", "small", 0, CPU, 12)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import struct
 import sys
 from pathlib import Path
 
@@ -78,6 +80,16 @@ def test_half_a_message_does_not_hold_the_judge_up():
     writes += "        os.write(fd, bytes([0, 0, 0, 9]))\n    except OSError:\n        pass\n"
     found = judged("leak", f"{writes}time.sleep(600)\nx = 1", limits=Limits(seconds=0.5))
     assert found.verdict == "failed"
+
+
+@on_linux
+def test_a_verdict_that_the_submission_sends_itself_is_tampering():
+    sent = json.dumps(["0" * 16, "outcome", ["right", "", 1.0, True]]).encode()
+    message = struct.pack("!i", len(sent)) + sent
+    writes = f"import os\nfor fd in range(3, {process.MOST_FILES}):\n    try:\n"
+    writes += f"        os.write(fd, {message!r})\n    except OSError:\n        pass\n"
+    found = judged("leak", f"{writes}os._exit(0)")
+    assert found.verdict == "tampered" and "a verdict of its own" in found.reason
 
 
 CHEATS = {
