@@ -204,6 +204,7 @@ def labs(options: argparse.Namespace) -> int:
             print(f"wrote the package, the configs and {write_course(options.student)} records")
         return 0
     code = 0
+    require_room()  # said now, and not after minutes
     for path in chosen:
         if not execute(path, in_place=options.in_place):
             code = 1

@@ -78,3 +78,11 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path, capsys):
     file.write_text("")
     assert main(["labs", "--student", str(file), "02"]) == 1
     assert "a file has that name; choose another" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written_no_notebook_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path / "file"))
+    monkeypatch.setattr(labs, "NotebookClient", None)  # it would be called
+    assert main(["labs", "02"]) == 1
+    assert "nothing can be written to" in capsys.readouterr().err
