@@ -48,7 +48,7 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) 
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and those above it. Raises OSError, with advice where a file is in the way."""
+    """Create a folder and those above it. Raises OSError, with advice if a file is in the way."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

@@ -40,7 +40,8 @@ MISSING = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{name}: not executed here</title>
-<p>The notebook {name} has not been executed here. <code>labutils labs {name}</code> executes it.</p>
+<p>The notebook {name} has not been executed here.
+<code>labutils labs {name}</code> executes it.</p>
 <p><a href="index.html">All pages</a></p>
 </html>
 """
