@@ -47,6 +47,16 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) 
         raise
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it. Raises OSError, with advice if a file is in the way."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"cannot make the folder {path}: a file has that name; choose another"
+        ) from error
+
+
 def require_room(n_bytes: int = 2**18) -> None:
     """Raise OSError if so many bytes, more than most records have, cannot be written into runs/;
     leaves nothing.

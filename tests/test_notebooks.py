@@ -149,7 +149,8 @@ def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(na
         [sys.executable, "-c", hide + setup], cwd=tmp_path, capture_output=True, text=True
     )
     assert answer.returncode == 1
-    assert "pip install -e ." in answer.stderr.splitlines()[-1]
+    [folder] = re.findall(r"%pip install -e (\S+)$", answer.stderr.splitlines()[-1])
+    assert (REPO / name).parent.joinpath(folder).resolve() == REPO  # a kernel's own folder
 
 
 @pytest.mark.parametrize("name", NAMES)

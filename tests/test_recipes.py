@@ -47,3 +47,20 @@ def test_a_recipe_names_what_there_is(path):
     version = re.search(r"^torch==([\d.]+)", (REPO / "constraints.txt").read_text(), re.M)
     assert version
     assert set(re.findall(r"torch==([\d.]+)", text)) <= {version[1]}
+
+
+# The first versions that run on Node 24. GitHub's runners lose Node 20:
+# https://github.blog/changelog/2025-09-19-deprecation-of-node-20-on-github-actions-runners/
+NODE_24 = {"checkout": 5, "setup-python": 6, "upload-artifact": 6}
+
+
+@pytest.mark.parametrize("path", [FOLDER / "github.yml", REPO / ".github/workflows/test.yml"])
+def test_actions_run_on_the_runners_of_today(path):
+    used = re.findall(r"uses: actions/([\w-]+)@v(\d+)", path.read_text(encoding="utf-8"))
+    assert used and all(int(version) >= NODE_24[name] for name, version in used)
+
+
+def test_the_image_has_the_course_where_no_hub_mounts_a_home():
+    text = (REPO / ".ci" / "Dockerfile").read_text(encoding="utf-8")
+    [folder] = re.findall(r"^WORKDIR (\S+)\nCOPY", text, re.M)
+    assert not folder.startswith("/home")

@@ -100,9 +100,10 @@ def test_nothing_is_promised_for_later(name):
 def test_a_class_gets_copies_without_outputs(tmp_path, capsys):
     assert main(["labs", "--student", str(tmp_path)]) == 0
     originals = {
-        path.name: path for path in [*REPO.glob("0*.ipynb"), *REPO.glob("further/*.ipynb")]
+        path.relative_to(REPO): path
+        for path in [*REPO.glob("0*.ipynb"), *REPO.glob("further/*.ipynb")]
     }
-    assert {path.name for path in tmp_path.iterdir()} == originals.keys()
+    assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*.ipynb")} == originals.keys()
     for name, original in originals.items():
         copied = nbformat.read(tmp_path / name, as_version=4).cells
         assert all(not cell.outputs for cell in copied if cell.cell_type == "code")

@@ -34,8 +34,8 @@ def count(text: str) -> int:
     return int(text)
 
 
-def gib(text: str) -> float:
-    problem = f"{text!r} is not an amount of memory; expected GiB, for example 8"
+def positive(text: str) -> float:
+    problem = f"{text!r} is not a number above 0"
     try:
         value = float(text)
     except ValueError:
@@ -43,6 +43,14 @@ def gib(text: str) -> float:
     if not 0 < value < 1e6:  # nor is "nan" or "inf"
         raise argparse.ArgumentTypeError(problem)
     return value
+
+
+def gib(text: str) -> float:
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError:
+        problem = f"{text!r} is not an amount of memory; expected GiB, for example 8"
+        raise argparse.ArgumentTypeError(problem) from None
 
 
 def share(text: str) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from labutils.tools.arguments import (
     add_overrides,
     count,
     gib,
+    positive,
     run_names,
 )
 
@@ -223,10 +224,10 @@ def _add_course(add: Add) -> None:
     grade.add_argument("--out", type=Path, help="where tables and pages go (runs/grades/FOLDER)")
     grade.add_argument("--points", type=Path, help="YAML file: exercise: points")
     grade.add_argument(
-        "--seconds", type=float, default=10, help="of processor time for one answer (10)"
+        "--seconds", type=positive, default=10, help="of processor time for one answer (10)"
     )
-    grade.add_argument("--memory-gib", type=float, default=6, help="for one answer, on Linux (6)")
-    grade.add_argument("--at-once", type=int, help="answers judged at once (one for each core)")
+    grade.add_argument("--memory-gib", type=gib, default=6, help="for one answer, on Linux (6)")
+    grade.add_argument("--at-once", type=count, help="answers judged at once (one for each core)")
     grade.add_argument(
         "--retry", action="store_true", help="judge again what ran out of time or memory"
     )

@@ -17,7 +17,7 @@ from labutils.config import reader
 from labutils.config.edits import edits_without_effect
 from labutils.config.reader import find_config, load_config, parse_overrides
 from labutils.config.schema import NAME_PATTERN, Config, ConfigError
-from labutils.files import REPO_DIR, program, require_room, runs_dir, write_atomically
+from labutils.files import program, require_room, runs_dir, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -185,18 +185,26 @@ def _points(measured: Measured) -> Iterator[tuple[float, float]]:
 
 def labs(options: argparse.Namespace) -> int:
     """Execute notebooks, all of them or those named; or write copies of them for students."""
-    from labutils.tools.labs import execute, write_course, write_student_copy
+    from labutils.tools.labs import (
+        all_notebooks,
+        execute,
+        find_notebook,
+        write_course,
+        write_student_copy,
+    )
 
-    all_of_them = [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
-    chosen = [Path(name) for name in options.notebook] or all_of_them
+    if options.with_runs and not options.student:
+        print("--with-runs goes with --student FOLDER", file=sys.stderr)
+        return 2
+    chosen = [find_notebook(name) for name in options.notebook] or all_notebooks()
     if options.student:
         for path in chosen:
-            source = path if path.exists() else REPO_DIR / path.name
-            print(f"wrote {write_student_copy(source, options.student)}, without outputs")
+            print(f"wrote {write_student_copy(path, options.student)}, without outputs")
         if options.with_runs:
             print(f"wrote the package, the configs and {write_course(options.student)} records")
         return 0
     code = 0
+    require_room()  # said now, and not after minutes
     for path in chosen:
         if not execute(path, in_place=options.in_place):
             code = 1

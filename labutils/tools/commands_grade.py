@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from labutils.files import runs_dir
+from labutils.files import make_folder, runs_dir
 
 
 def grade(options: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def grade(options: argparse.Namespace) -> int:
         return 1
     out = options.out or runs_dir() / "grades" / options.folder.resolve().name
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         table = grade_folder(
             options.folder,
             Limits(options.seconds, options.memory_gib),

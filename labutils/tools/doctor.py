@@ -20,6 +20,7 @@ EXTRAS = {
     "jupyterlab": 'JupyterLab, to open the notebooks: pip install -c constraints.txt -e ".[lab]"',
     "nbconvert": "what `labs` executes notebooks with: pip install -c constraints.txt -e "
     '".[notebook]"',
+    "lightning": 'the notebook on frameworks: pip install -c constraints.txt -e ".[frameworks]"',
     "pytest": 'the tests: pip install -c constraints.txt -e ".[test]"',
     "argcomplete": 'the Tab key: pip install -c constraints.txt -e ".[completion]"',
 }

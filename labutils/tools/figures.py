@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from labutils import plotting
-from labutils.files import new_id, runs_dir
+from labutils.files import make_folder, new_id, runs_dir
 from labutils.training.records import RunRecord
 
 # Font size in points (small text is five sixths of it), and how many times as large as in a
@@ -56,7 +56,7 @@ def save_figures(
         raise ValueError(f"no such format: {', '.join(sorted(unknown))}; there are: {there_are}")
     points, times = STYLES[style]
     folder = folder or runs_dir() / f"figures-{new_id()[0]}"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     devices = sorted({record.environment.get("device", "") for record in records} - {""})
     paths = []
     with plt.rc_context(

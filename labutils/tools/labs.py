@@ -16,7 +16,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbconvert.filters import strip_ansi
 
-from labutils.files import CONFIGS_DIR, REPO_DIR, runs_dir, write_atomically
+from labutils.config.schema import ConfigError
+from labutils.files import CONFIGS_DIR, REPO_DIR, make_folder, runs_dir, write_atomically
 from labutils.machine.gpu import choose_device
 from labutils.machine.here import product_name
 from labutils.tools.pages import page
@@ -27,18 +28,42 @@ COURSE_FILES = "README.md", "LICENSE", "Makefile", "pyproject.toml", "constraint
 QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
 
 
+def all_notebooks() -> list[Path]:
+    """Return the notebooks of this course, in the order in which they are run."""
+    return [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
+
+
+def find_notebook(name: str) -> Path:
+    """Return the notebook meant by a path, or by the name of a notebook of this course.
+
+    The name may lack its ending, and a number is enough: "02". Raises OSError or ConfigError.
+    """
+    path = Path(name)
+    if not path.is_file():
+        known = {key: p for p in all_notebooks() for key in (p.stem.partition("-")[0], p.stem)}
+        if path.name.removesuffix(".ipynb") not in known:
+            there_are = ", ".join(p.relative_to(REPO_DIR).as_posix() for p in all_notebooks())
+            raise FileNotFoundError(f"no such notebook: {name}. There are: {there_are}")
+        path = known[path.name.removesuffix(".ipynb")]
+    read_notebook(path)
+    return path
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    """Return a notebook. Raises OSError, and ConfigError for a file that is no notebook."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:  # JSON may be a list
+        raise ConfigError(f"{path} is not a notebook; its name should end in .ipynb") from error
+
+
 def execute(path: Path, *, in_place: bool = False) -> bool:
     """Run a notebook in a fresh kernel, write `runs/<name>.ipynb` and `.html`, return success.
 
     The notebook is written even if a cell fails: it shows how far it came. `in_place` writes it
     back to `path` instead.
     """
-    if not path.exists():
-        path = REPO_DIR / path.name
-    if not path.exists():
-        print(f"no such notebook: {path.name}", file=sys.stderr)
-        return False
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read_notebook(path)
     total = sum(cell.cell_type == "code" for cell in notebook.cells)
     done = 0
 
@@ -105,13 +130,18 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
 def write_student_copy(path: Path, folder: Path) -> Path:
     """Write a notebook without outputs into a folder, and return the copy's path.
 
-    A guess then comes before its result. Raises FileExistsError if the copy is there already.
+    A guess then comes before its result. A notebook of the course keeps its place below the
+    folder, so that links lead from copy to copy. Raises OSError if the copy is there already.
     """
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read_notebook(path)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    target = folder / path.name
+    source, parts = path.resolve(), (path.name,)
+    if source.is_relative_to(REPO_DIR):
+        parts = source.relative_to(REPO_DIR).parts
+    make_folder(folder)
+    target = folder.joinpath(*parts)
     if target.exists():
         raise FileExistsError(f"{target} exists already; choose another folder")
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())

@@ -34,30 +34,52 @@ td.number, th.number {{ text-align: right; font-variant-numeric: tabular-nums }}
 {runs}
 </html>
 """
+MISSING = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{name}: not executed here</title>
+<p>The notebook {name} has not been executed here.
+<code>labutils labs {name}</code> executes it.</p>
+<p><a href="index.html">All pages</a></p>
+</html>
+"""
 EXHIBITS = """<h2>Exhibits</h2>
 <p><a href="exhibits.html">Things to play with</a>, all on one page.</p>"""
+LINK = re.compile(r'href="([\w-]+)\.html"')
 TITLE = re.compile(r"<title>(.*?)</title>", re.S)
 COLUMNS = ("run", "device", "ended", "steps")
 NUMBERS = ("tokens/s", "peak MiB", "loss")
 
 
 def write_site() -> Path:
-    """Write `index.html` over all pages and runs in runs/; return its path."""
+    """Write `index.html` over all pages and runs in runs/; return its path.
+
+    A page that others link to, of a notebook that was not executed, then says so.
+    """
     folder = runs_dir()
     text = PAGE.format(
-        notebooks=_list(sorted(folder.glob("*.html"))),
+        notebooks=_list(_notebook_pages(folder)),
         exhibits=EXHIBITS if (folder / "exhibits.html").exists() else "",
         runs=_table(find_runs()[0]),
     )
     write_atomically(folder / "index.html", text.encode())
+    for page in _notebook_pages(folder):
+        for name in LINK.findall(page.read_text(encoding="utf-8")):
+            if not (folder / f"{name}.html").exists():
+                write_atomically(folder / f"{name}.html", MISSING.format(name=name).encode())
     return folder / "index.html"
+
+
+def _notebook_pages(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.html")) if path.with_suffix(".ipynb").exists()]
 
 
 def _list(pages: list[Path]) -> str:
     lines = []
     for path in pages:
-        found = TITLE.search(path.read_text(encoding="utf-8"))
-        if found and path.with_suffix(".ipynb").exists():  # else it is no notebook's page
+        if found := TITLE.search(path.read_text(encoding="utf-8")):
             lines.append(f'<li><a href="{html.escape(path.name)}">{found[1].strip()}</a></li>')
     return f"<ul>{''.join(lines)}</ul>" if lines else "<p>No notebook has been executed yet.</p>"
 

@@ -106,6 +106,18 @@ def test_the_index_leads_to_what_is_there(runs, visit, browser):
         assert (runs / link.get_dom_attribute("href")).is_file()
 
 
+def test_a_link_to_a_notebook_that_was_not_executed_says_so(runs):
+    runs.mkdir()
+    (runs / "02-B.html").write_text('<title>02</title><a href="scaler.html">more</a>')
+    (runs / "02-B.ipynb").write_text("{}")
+    index = site.write_site()
+    assert "labutils labs scaler" in (runs / "scaler.html").read_text(encoding="utf-8")
+    assert "scaler" not in index.read_text(encoding="utf-8")
+    (runs / "scaler.html").write_text("executed")
+    site.write_site()
+    assert (runs / "scaler.html").read_text() == "executed"
+
+
 def test_a_log_has_one_line_for_each_cell_and_no_warning(runs, tmp_path, capfd):
     path = tmp_path / "quick.ipynb"
     cells = [nbformat.v4.new_code_cell(source) for source in ("1", "1/0")]

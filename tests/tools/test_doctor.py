@@ -53,7 +53,16 @@ def test_it_names_what_is_missing(machine, monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "jupyterlab" else name)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
     text = machine(100)
-    assert "JupyterLab" in text and "Tab key" not in text and "C++" not in text
+    assert (
+        "JupyterLab" in text
+        and "frameworks" not in text
+        and "Tab key" not in text
+        and "C++" not in text
+    )
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "lightning" else name)
+    assert 'the notebook on frameworks: pip install -c constraints.txt -e ".[frameworks]"' in (
+        machine(100)
+    )
     monkeypatch.setattr(doctor, "find_spec", lambda name: name)
     assert machine(100).endswith("Nothing is missing.")
 

@@ -55,6 +55,9 @@ def test_from_the_command_line(record, runs, tmp_path, capsys):
     command = ["figures", "mine", "--format", "png,svg", "--style", "slides", "--to", folder]
     assert main(command) == 0
     assert (tmp_path / "x" / "losses.svg").exists() and "losses.svg" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    assert main(["figures", "mine", "--to", str(tmp_path / "file")]) == 1
+    assert "a file has that name; choose another" in capsys.readouterr().err
     assert main(["figures", "mine", "--format", "docx"]) == 1
     assert "no such format: docx; there are: " in capsys.readouterr().err
     assert main(["figures", "other"]) == 1
