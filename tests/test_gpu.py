@@ -201,6 +201,23 @@ def test_any_module_s_peak_is_the_allocators_for_each_adamw(chosen):
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
 
 
+def test_the_peak_of_adapters_beside_frozen_weights_is_predicted():
+    lab.free_memory()
+    ids = lab.sequences(64)[:2].to(CUDA)
+    batch = {"input_ids": ids, "labels": ids}
+    model = lab.adapters.add_lora(lab.build_model("gpt2-nano", dropout=0.0), ["c_attn"], 8)
+
+    def adamw(parameters):
+        return torch.optim.AdamW(lab.adapters.trained(parameters))
+
+    predicted = lab.predict_module(model, batch, lab.lm_loss_sum, adamw, device=CUDA)
+    optimizer = adamw(model.to(CUDA).parameters())
+    lab.lm_loss_sum(model, batch).backward()
+    optimizer.step()
+    measured = lab.measure_step(model, [batch], lab.lm_loss_sum, optimizer)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
+
+
 def _sum_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).sum()
 

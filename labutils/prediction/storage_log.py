@@ -148,6 +148,8 @@ class StorageLog(TorchDispatchMode):
         for tensor in outputs_in_order(operation, tensors) if self.gpu else tensors:
             self._see(tensor, category, name)
         work = work_of(operation, args, kwargs or {}, out, self._seen)
+        if operation is aten.lift_fresh.default and self.phase == "optimizer":
+            work = None  # an optimizer's count of steps stays on the host
         if work and self.gpu and self.in_lists:
             work.calls /= TENSORS_PER_LAUNCH
         self.events.insert(at, Event(OPERATION, name, None, work))

@@ -99,8 +99,7 @@ def between(low: Work | None, high: Work | None, ratio: int) -> Work | None:
 def work_of(
     operation: Any, args: tuple, kwargs: dict[str, Any], out: Any, storage_of: Any
 ) -> Work | None:
-    """Return an operation's work; None if it only looks at memory anew, reserves it, or
-    takes a number from the host.
+    """Return an operation's work; None if it only looks at memory anew, or reserves it.
 
     `storage_of` takes a tensor and returns what stands for its storage, or None.
     """
@@ -110,10 +109,7 @@ def work_of(
     name = str(operation).removeprefix("aten.").partition(".")[0]
     if not outputs and not changed:
         return None
-    # lift_fresh takes a number from the host, as an optimizer's count of steps: no kernel
-    if not changed and name.startswith(("empty", "new_empty", "lift_fresh")):
-        return None
-    if not changed and _are_views(outputs, inputs):
+    if not changed and (name.startswith(("empty", "new_empty")) or _are_views(outputs, inputs)):
         return None
     reads = _accesses(_read(name, inputs, outputs), storage_of)
     fresh = outputs if not changed else [one for one in outputs if _is_new(one, inputs)]
