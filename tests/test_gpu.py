@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -184,6 +185,44 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
     assert ours[measured.peak_phase] == pytest.approx(
         predicted.peak_bytes, rel=0.01
     )  # the same phase, or a tie
+
+
+@pytest.mark.parametrize(
+    "chosen", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str
+)
+def test_any_module_s_peak_is_the_allocators_for_each_adamw(chosen):
+    """Few tokens and many layers, so that the peak is the optimizer's if it needs lists."""
+    lab.free_memory()
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(24)))
+    adamw, x = partial(torch.optim.AdamW, **chosen), torch.ones(8, 512)
+    predicted = lab.predict_module(net, x, _sum_of, adamw, device=CUDA)
+    optimizer, x = adamw(net.to(CUDA).parameters()), x.to(CUDA)
+    _sum_of(net, x).backward()
+    optimizer.step()
+    measured = lab.measure_step(net, [x], _sum_of, optimizer, count_targets=len)
+    assert predicted.peak_phase == measured.peak_phase
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
+
+
+def test_the_peak_of_adapters_beside_frozen_weights_is_predicted():
+    lab.free_memory()
+    ids = lab.sequences(64)[:2].to(CUDA)
+    batch = {"input_ids": ids, "labels": ids}
+    model = lab.adapters.add_lora(lab.build_model("gpt2-nano", dropout=0.0), ["c_attn"], 8)
+
+    def adamw(parameters):
+        return torch.optim.AdamW(lab.adapters.trained(parameters))
+
+    predicted = lab.predict_module(model, batch, lab.lm_loss_sum, adamw, device=CUDA)
+    optimizer = adamw(model.to(CUDA).parameters())
+    lab.lm_loss_sum(model, batch).backward()
+    optimizer.step()
+    measured = lab.measure_step(model, [batch], lab.lm_loss_sum, optimizer)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
+
+
+def _sum_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum()
 
 
 @pytest.mark.parametrize("cap_mib", [0, 300])

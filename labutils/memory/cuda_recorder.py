@@ -56,7 +56,8 @@ class CudaRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        hooks = [p.register_post_accumulate_grad_hook(self._look) for p in self.model.parameters()]
+        learns = [p for p in self.model.parameters() if p.requires_grad]  # others have no gradient
+        hooks = [p.register_post_accumulate_grad_hook(self._look) for p in learns]
         hooks += [module.register_forward_hook(self._look) for module in self.model.modules()]
         try:
             yield

@@ -19,6 +19,7 @@ CATEGORY_LOOKS = {  # colour and hatch of each memory category
     "activations and temporaries": (SKY, "\\\\"),
     "activations": (SKY, "--"),
     "cast weights": (YELLOW, ""),
+    "gathered weights": (YELLOW, "//"),  # of other processes
     "logits and loss": (PURPLE, "xx"),
     "temporaries": (VERMILION, "oo"),
     "library workspaces": (BLACK, ".."),

@@ -33,8 +33,9 @@ def predict_module(
 ) -> MemoryLedger:
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
 
-    `optimizer` makes one from parameters, for example `torch.optim.AdamW`. The module is left
-    alone. Raises ValueError for an unknown precision.
+    `optimizer` makes one from parameters, for example `torch.optim.AdamW`. On a card it updates
+    lists of tensors where torch does so by default. The module is left alone.
+    Raises ValueError for an unknown precision.
     """
     card = here.card_of(device)
     trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
@@ -61,9 +62,8 @@ def traced_module(
             memo[id(tensor)] = _twin(tensor)
         twin = copy.deepcopy(model, memo)
         updates = optimizer(twin.parameters())
-        # nothing was chosen: then torch takes lists on CUDA
-        chosen = updates.defaults.get("foreach", False), updates.defaults.get("fused")
-        log.optimizer_has_lists = chosen == (None, None)
+        if card.gpu:
+            _take_lists(updates)
         return trace_step(
             twin.train(),
             [tree_map_only(torch.Tensor, fake.from_tensor, without_data)],
@@ -72,6 +72,18 @@ def traced_module(
             log,
             autocast=partial(autocast, precision, ON_CPU),
         )
+
+
+def _take_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer update lists of tensors where CUDA's default does: nothing else was chosen.
+
+    Its temporaries are then as large as all tensors of a group, not as one (`foreach` in the
+    documentation of `torch.optim.AdamW`).
+    """
+    for group in optimizer.param_groups:
+        is_open = group.get("foreach", False) is None
+        if is_open and not group.get("fused") and not group.get("differentiable"):
+            group["foreach"] = True
 
 
 def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,6 @@ class StorageLog(TorchDispatchMode):
         self.handles: set[bool] = set()
         # On CUDA one launch takes many of the tensors that a CPU takes one by one.
         self.in_lists = False
-        self.optimizer_has_lists = False  # AdamW's default on CUDA; a CPU has it only if asked to
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
@@ -103,9 +102,6 @@ class StorageLog(TorchDispatchMode):
     def of(self, tensor: torch.Tensor) -> Storage:
         """Return the storage behind a tensor that was seen."""
         return self.alive[tensor.untyped_storage()._cdata][0]
-
-    def _updates_lists(self) -> bool:
-        return self.optimizer_has_lists and self.phase == "optimizer"
 
     def _seen(self, tensor: torch.Tensor) -> Storage | None:
         entry = self.alive.get(tensor.untyped_storage()._cdata)
@@ -152,7 +148,9 @@ class StorageLog(TorchDispatchMode):
         for tensor in outputs_in_order(operation, tensors) if self.gpu else tensors:
             self._see(tensor, category, name)
         work = work_of(operation, args, kwargs or {}, out, self._seen)
-        if work and self.gpu and (self.in_lists or self._updates_lists()):
+        if operation is aten.lift_fresh.default and self.phase == "optimizer":
+            work = None  # an optimizer's count of steps stays on the host
+        if work and self.gpu and self.in_lists:
             work.calls /= TENSORS_PER_LAUNCH
         self.events.insert(at, Event(OPERATION, name, None, work))
         if self.gpu:

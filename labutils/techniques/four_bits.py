@@ -138,11 +138,16 @@ class FourBitLinear(nn.Module):
 
 
 def use_four_bits(model: nn.Module, names: tuple[str, ...], *, keep_values: bool = True) -> None:
-    """Replace each `nn.Linear` or GPT-2 `Conv1D` without a bias whose own name is in `names`."""
+    """Replace each `nn.Linear` whose own name is in `names`.
+
+    Raises TypeError for another module, and for one with a bias: it would be lost.
+    """
     found = []
     for parent in model.modules():
         found += [(parent, name) for name, _ in parent.named_children() if name in names]
     for parent, name in found:
-        weight = getattr(parent, name).weight
-        values = weight if keep_values else None
-        setattr(parent, name, FourBitLinear(weight.shape, values))
+        layer = getattr(parent, name)
+        if not isinstance(layer, nn.Linear) or layer.bias is not None:
+            raise TypeError(f"{name} is no nn.Linear without a bias: {layer}")
+        values = layer.weight if keep_values else None
+        setattr(parent, name, FourBitLinear(layer.weight.shape, values))

@@ -527,6 +527,25 @@ def test_a_request_is_rounded_up_on_cuda_only(device, smallest):
     assert ledger.phases["forward"][PARAMETERS] == 2 * smallest
 
 
+@pytest.mark.parametrize(
+    ("device", "chosen", "n_layers_copied"),
+    [
+        ("a100", {}, 12),  # CUDA's default: one list of all square roots
+        ("a100", {"foreach": True}, 12),
+        # a root, its quotient, and the quotient of the layer before
+        ("a100", {"foreach": False}, 3),
+        ("a100", {"fused": True}, 0),
+        ("cpu", {}, 3),
+    ],
+)
+def test_temporaries_of_adamw_are_those_of_the_implementation(device, chosen, n_layers_copied):
+    net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    adamw = partial(torch.optim.AdamW, **chosen)
+    ledger = predict_module(net, torch.ones(1, 256), lambda m, x: m(x).sum(), adamw, device=device)
+    found = ledger.phases["optimizer"][TEMPORARIES]
+    assert found / (256 * 256 * 4) == pytest.approx(n_layers_copied, abs=0.05)
+
+
 def test_a_module_is_predicted_in_training_mode_and_left_in_its_own():
     def activations(*layers: nn.Module) -> int:
         net = nn.Sequential(nn.Linear(8, 8), *layers).eval()

@@ -209,9 +209,11 @@ def test_all_published_rows_are_within_the_promised_error_and_beat_a_roofline():
 def test_an_optimizer_that_goes_through_lists_on_cuda_launches_few_kernels():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
     trace = trace_of(model, torch.zeros(2, 8), lambda model, x: model(x).sum())
-    operations = list(works_of(trace, "optimizer"))
-    assert len(operations) > 60 * 8
-    assert sum(work.calls for work in operations) < len(operations) / 20
+    n_launches = 0
+    for work in works_of(trace, "optimizer"):
+        n_launches += 0 if work.only_once else work.calls  # the first step alone makes moments
+    one_by_one = 60 * 8  # tensors, and operations on each
+    assert 8 <= n_launches < one_by_one / 15
 
 
 def test_any_module_has_a_time():

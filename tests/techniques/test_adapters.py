@@ -146,3 +146,11 @@ def test_a_four_bit_layer_learns_through_its_adapter():
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
     assert len(trained(net.parameters())) == 2
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(64, 64), nn.LayerNorm(64)], ids=str)
+def test_a_layer_that_would_lose_its_bias_is_refused(layer):
+    net = nn.Sequential()
+    net.add_module("first", layer)
+    with pytest.raises(TypeError, match=r"first is no nn\.Linear without a bias"):
+        four_bits.use_four_bits(net, ("first",))

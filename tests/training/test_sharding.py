@@ -45,10 +45,26 @@ def test_each_process_holds_what_is_predicted(alone, shared, way):
     assert sum(alone.standing[0].values()) == pytest.approx(16 * n, rel=0.02)
 
 
-def test_what_stands_is_less_than_the_peak(shared):
-    for run in shared.values():
-        for parts, peak in zip(run.standing, run.peaks, strict=True):
-            assert peak > sum(parts.values())
+def test_the_peak_of_each_process_is_predicted(alone, shared, steps):
+    """Activations are those of one process with its tokens; FSDP2 gathers the root, or all."""
+    model = lab.build_model("gpt2-nano", dropout=0.0)
+    n_bytes = sum(p.nbytes for p in model.parameters())
+    blocks = sum(p.nbytes for p in model.transformer.h.parameters())
+    whole = sharding.greedy_parts([p.numel() for p in model.parameters()], 2)
+    kept = {
+        sharding.DDP: 4 * n_bytes,
+        sharding.ZERO_1: 2 * n_bytes + 8 * max(whole),
+        sharding.FSDP: 1.5 * n_bytes + n_bytes - blocks,
+        sharding.FSDP_KEEPS: 1.5 * n_bytes + n_bytes,
+    }
+    grows = {}
+    for n in (4, 2):
+        batch = {"input_ids": steps[0][:n], "labels": steps[0][:n]}
+        one = lab.predict_module(model, batch, lab.lm_loss_sum, torch.optim.AdamW, device="cpu")
+        grows[n] = one.peak_bytes - 3 * n_bytes
+    assert alone.peaks == [pytest.approx(3 * n_bytes + grows[4], rel=0.02)]
+    for way, run in shared.items():
+        assert run.peaks == pytest.approx([kept[way] + grows[2]] * 2, rel=0.02), way
 
 
 def test_a_checkpoint_of_two_processes_is_read_by_another_number(alone, steps, tmp_path):
