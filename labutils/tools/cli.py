@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     if argcomplete:
         argcomplete.autocomplete(parser)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = "; --set KEY=VALUE changes a key" if any("=" in word for word in unknown) else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if "command" not in options:
         parser.print_help()
         return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -107,7 +108,7 @@ def export(options: argparse.Namespace) -> int:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"no such folder: {path.parent}")
     write_atomically(path, text.encode())
-    print(f"wrote {path}: {len(text.splitlines())} lines. Run: python {path}")
+    print(f"wrote {path}: {len(text.splitlines())} lines. Run: python {shlex.quote(str(path))}")
     if config.save_every:
         print("The script does not save its state: it has no save_every")
     return 0

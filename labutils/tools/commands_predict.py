@@ -87,6 +87,7 @@ def advise(options: argparse.Namespace) -> int:
     from labutils.prediction.advise import advise as advise_on
     from labutils.training.records import load_record
 
+    print("predicts one change after the other; this takes some seconds", file=sys.stderr)
     try:
         if find_config(options.run).suffix in (".yaml", ".yml"):
             config = load_config(options.run, **parse_overrides(options.pairs))

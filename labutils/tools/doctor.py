@@ -63,13 +63,13 @@ def _how_long(device: torch.device) -> str:
     with TIMES.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     rate = matmul_rate(torch.float32, device, PROBE, repeats=10) / torch.get_num_threads() / 1e9
-    times = []
-    for row in rows[:CORE]:
-        seconds = float(row["seconds"]) * float(row["gflops"]) / rate
-        times.append(f"{row['notebook'][:2]}: {_rounded(seconds)}")
-    text = f"Run All should take roughly this long with one thread: {', '.join(times)}. These are "
-    text += "times of another machine, scaled by the speed of one product here; other programs "
-    text += "that compute make them longer."
+    seconds = [float(row["seconds"]) * float(row["gflops"]) / rate for row in rows]
+    core, optional = seconds[:CORE], seconds[CORE:]
+    times = [f"{number:02d}: {_rounded(one)}" for number, one in enumerate(core, 1)]
+    text = f"Run All should take roughly this long with one thread: {', '.join(times)}; each of "
+    text += f"the {len(optional)} optional notebooks {_rounded(min(optional))} to "
+    text += f"{_rounded(max(optional))}. These are times of another machine, scaled by the speed "
+    text += "of one product here; other programs that compute make them longer."
     if support("bf16", device).slow:
         text += " Add some minutes to 01: 16 bits are slow on this CPU."
     return text

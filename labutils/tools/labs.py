@@ -60,8 +60,8 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
 def execute(path: Path, *, in_place: bool = False) -> bool:
     """Run a notebook in a fresh kernel, write `runs/<name>.ipynb` and `.html`, return success.
 
-    The notebook is written even if a cell fails: it shows how far it came. `in_place` writes it
-    back to `path` instead.
+    The notebook is written even if a cell fails, or at Ctrl-C: it shows how far it came. `in_place`
+    writes it back to `path` instead, if it came to its end.
     """
     notebook = read_notebook(path)
     total = sum(cell.cell_type == "code" for cell in notebook.cells)
@@ -85,11 +85,13 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
         resources={"metadata": {"path": str(REPO_DIR)}},
         on_cell_executed=report,
     )
-    start, problem = time.perf_counter(), ""
+    start, problem, interrupted = time.perf_counter(), "", False
     try:
         client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = str(error)
+    except KeyboardInterrupt:
+        problem, interrupted = f"interrupted in {path.name}", True
     over = "\r" if sys.stdout.isatty() else ""
     print(f"{over}{path.name}: {done}/{total} cells, {time.perf_counter() - start:.0f} s")
     tidy(notebook)
@@ -100,6 +102,8 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
     print(f"wrote {target} and {runs_dir() / path.stem}.html")
     if problem:
         print(problem if sys.stderr.isatty() else strip_ansi(problem), file=sys.stderr)
+    if interrupted:
+        raise KeyboardInterrupt  # the notebooks after it are not executed
     return not problem
 
 

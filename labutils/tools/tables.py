@@ -74,11 +74,12 @@ def _lines(rows: list[list[str]], widths: list[int]) -> list[str]:
 
 
 def _broken(text: str, width: int) -> list[str]:
-    """Return a text as lines, broken at blanks and after underscores."""
+    """Return a text as lines, broken at blanks and hyphens; a longer word after underscores."""
     if len(text) <= width:
         return [text]
-    lines = textwrap.wrap(text.replace("_", "_ "), width)
-    return [line.replace("_ ", "_") for line in lines]
+    if max(map(len, text.replace("-", "- ").split())) > width:
+        text = text.replace("_", "_ ")
+    return [line.replace("_ ", "_") for line in textwrap.wrap(text, width)]
 
 
 def _is_number(text: str) -> bool:

@@ -147,6 +147,16 @@ def test_a_long_name_is_broken_after_an_underscore_and_keeps_it():
     assert lines == ["gradient_", "checkpointing_", "every_2"]
 
 
+def test_a_change_without_its_flag_gets_the_hint(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "fp32", "steps=2"])
+    said = capsys.readouterr().err
+    assert "unrecognized arguments: steps=2; --set KEY=VALUE changes a key" in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "fp32", "--quickly"])
+    assert "--set" not in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_no_command_lists_all_with_a_line_each(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()

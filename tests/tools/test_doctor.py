@@ -10,7 +10,7 @@ import torch
 
 from labutils.config.card import Support
 from labutils.tools import doctor
-from tests.helpers import CPU, REPO
+from tests.helpers import CPU, REPO, committed
 
 
 @pytest.fixture
@@ -72,4 +72,17 @@ def test_the_recorded_times_are_of_notebooks_that_exist():
         names = [row["notebook"] for row in csv.DictReader(file)]
     core = sorted(path.stem for path in REPO.glob("0*.ipynb"))
     assert names[: doctor.CORE] == core
-    assert {*names[doctor.CORE :]} <= {path.stem for path in (REPO / "further").glob("*.ipynb")}
+    optional = sorted(path.stem for path in (REPO / "further").glob("*.ipynb"))
+    assert names[doctor.CORE :] == optional
+
+
+def test_the_instructors_table_has_the_recorded_times():
+    with doctor.TIMES.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = re.findall(r"^\| (\S+) \| (\d+) \| (\d+) \|$", committed("INSTRUCTORS.md"), re.M)
+    assert found == [(row["notebook"], row["seconds"], row["seconds_avx2"]) for row in rows]
+
+
+def test_the_optional_ones_are_summed_up(machine):
+    [(n, low, high)] = re.findall(r"the (\d+) optional notebooks (.+?) to (.+?)\.", machine(102))
+    assert int(n) == len(list((REPO / "further").glob("*.ipynb"))) and low != high

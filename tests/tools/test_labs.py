@@ -80,6 +80,23 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path, capsys):
     assert "a file has that name; choose another" in capsys.readouterr().err
 
 
+def test_an_interrupted_notebook_is_kept_and_the_next_is_not_begun(runs, monkeypatch, capsys):
+    class Stopped(labs.NotebookClient):
+        begun = 0
+
+        def execute(self):
+            Stopped.begun += 1
+            code = [cell for cell in self.nb.cells if cell.cell_type == "code"]
+            code[0].outputs = [nbformat.v4.new_output("stream", text="as far as this")]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(labs, "NotebookClient", Stopped)
+    assert main(["labs", "02", "03"]) == 130
+    assert Stopped.begun == 1 and "interrupted in 02-" in capsys.readouterr().err
+    assert "as far as this" in (runs / "02-Gradient_Accumulation.ipynb").read_text("utf-8")
+    assert "as far as this" in (runs / "02-Gradient_Accumulation.html").read_text("utf-8")
+
+
 def test_where_nothing_can_be_written_no_notebook_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path / "file"))
