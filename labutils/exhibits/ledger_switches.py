@@ -26,7 +26,7 @@ from labutils.memory.ledger import (
 TABLE = Path(__file__).parent / "ledger.json"
 BASE = {"path": WITH_BF16.name, "dropout": 0.0}  # a config's name, and what all settings change
 SWITCHES: dict[str, tuple] = {
-    "model": ("gpt2", "gpt2-medium", "gpt2-large"),
+    "model": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
     "seq_len": (256, 512, 1024),
     "precision": tuple(row.name for row in PRECISIONS.values() if not (row.tf32 or row.loss_scale)),
     "attention": ("auto", "eager"),
