@@ -91,7 +91,7 @@ def squared_error_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch
 
 
 def rate_of(step: int, config: lab.Config) -> float:
-    """The learning rate of a config's step."""
+    """The learning rate of a config's step, written out again: a test compares the code with it."""
     return learning_rate_at(
         step,
         highest=config.learning_rate,

@@ -34,8 +34,8 @@ def count(text: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> float:
-    problem = f"{text!r} is not a number above 0"
+def positive(text: str, expected: str = "a number above 0") -> float:
+    problem = f"{text!r} is not {expected}"
     try:
         value = float(text)
     except ValueError:
@@ -46,11 +46,7 @@ def positive(text: str) -> float:
 
 
 def gib(text: str) -> float:
-    try:
-        return positive(text)
-    except argparse.ArgumentTypeError:
-        problem = f"{text!r} is not an amount of memory; expected GiB, for example 8"
-        raise argparse.ArgumentTypeError(problem) from None
+    return positive(text, "an amount of memory; expected GiB, for example 8")
 
 
 def share(text: str) -> tuple[int, int]:

@@ -5,10 +5,13 @@ The committed files stay as they are.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
+import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
@@ -64,6 +67,21 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
     writes it back to `path` instead, if it came to its end.
     """
     notebook = read_notebook(path)
+    interrupted = False
+
+    def take_signals(**_: object) -> None:
+        """Let Ctrl-C end the task: nbclient's own handler ends in an AssertionError."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def end() -> None:
+            nonlocal interrupted
+            interrupted = True
+            task.cancel()
+
+        with suppress(RuntimeError):  # Windows has no such handlers, nor a thread beside the main
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, end)
+
     total = sum(cell.cell_type == "code" for cell in notebook.cells)
     done = 0
 
@@ -84,14 +102,17 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
         extra_arguments=QUIET,
         resources={"metadata": {"path": str(REPO_DIR)}},
         on_cell_executed=report,
+        on_notebook_start=take_signals,
     )
-    start, problem, interrupted = time.perf_counter(), "", False
+    start, problem = time.perf_counter(), ""
     try:
         client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = str(error)
-    except KeyboardInterrupt:
-        problem, interrupted = f"interrupted in {path.name}", True
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        interrupted = True
+    if interrupted:
+        problem = f"interrupted in {path.name}"
     over = "\r" if sys.stdout.isatty() else ""
     print(f"{over}{path.name}: {done}/{total} cells, {time.perf_counter() - start:.0f} s")
     tidy(notebook)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 
@@ -101,3 +103,11 @@ def test_fused_attention_is_a_kind_of_its_own(card, kind):
     assert found.GFLOP[kind] > 0
     assert kind_of("_scaled_dot_product_flash_attention_backward") == "flash attention"
     assert kind_of("_scaled_dot_product_efficient_attention") == "efficient attention"
+
+
+def test_a_cpus_bandwidth_counts_each_number_read_and_written_once(monkeypatch):
+    seconds = count()
+    monkeypatch.setattr(roofline.time, "perf_counter", lambda: next(seconds))  # a pass takes 1 s
+    monkeypatch.setattr(roofline.here, "matmul_rate", lambda *_, **__: 1e9)
+    roof = roofline.roof_of(torch.device("cpu"))
+    assert roof.bytes_per_s == 2 * 4 * roofline.NUMBERS
