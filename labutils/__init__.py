@@ -108,7 +108,7 @@ _NAMES = {
     "training.experiments": ("run_experiments",),
     "training.gradients": ("compare_gradients", "full_gradient", "window_gradient"),
     "training.loop": ("evaluate", "to_device", "train"),
-    "training.paired": ("paired_difference",),
+    "training.noise": ("paired_difference", "paired_ratio"),
     "training.records": ("find_runs", "load_record", "reference_runs"),
     "training.speed": ("flops_per_token",),
     "training.waiting": ("waits",),

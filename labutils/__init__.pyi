@@ -107,7 +107,8 @@ from labutils.training.gradients import window_gradient as window_gradient
 from labutils.training.loop import evaluate as evaluate
 from labutils.training.loop import to_device as to_device
 from labutils.training.loop import train as train
-from labutils.training.paired import paired_difference as paired_difference
+from labutils.training.noise import paired_difference as paired_difference
+from labutils.training.noise import paired_ratio as paired_ratio
 from labutils.training.records import find_runs as find_runs
 from labutils.training.records import load_record as load_record
 from labutils.training.records import reference_runs as reference_runs

@@ -137,7 +137,10 @@ def test_a_batch_that_looks_like_a_weight_is_refused():
 def test_product_speeds_leave_out_what_the_device_lacks(monkeypatch):
     monkeypatch.setattr(lab.speed.here, "matmul_rate", lambda dtype, *_, **__: dtype.itemsize / 8)
     found = lab.speed.product_speeds(("fp32", "tf32", "bf16"), CPU)
-    assert found == {"fp32": (1.0, 1.0, 1.0), "bf16": (0.5, 0.5, 0.5)}
+    assert {name: (speed.mean, speed.verdict) for name, speed in found.items()} == {
+        "fp32": (1.0, "cannot tell here"),
+        "bf16": (0.5, "smaller"),
+    }
 
 
 def test_amdahl_by_hand():
@@ -156,11 +159,3 @@ def test_products_take_a_part_of_a_step_that_grows_with_the_width():
         products, whole = lab.speed.product_ms(net, batch, lambda net, x: net(x).sum(), "fp32")
         shares.append(products / whole)
     assert 0 < shares[0] < shares[1] < 1
-
-
-def test_a_speed_within_the_noise_is_no_speed_up():
-    same = (1.0, 0.9, 1.1)
-    assert lab.speed.speed_verdict((2.0, 1.9, 2.1), same) == "faster"
-    assert lab.speed.speed_verdict((0.5, 0.4, 0.6), same) == "slower"
-    assert lab.speed.speed_verdict((1.2, 1.05, 1.3), same) == "cannot tell here"
-    assert lab.speed.speed_verdict(same, same) == "cannot tell here"

@@ -332,11 +332,11 @@ FAULTS = [
         "test_guesses.py::test_a_guess_after_the_result_is_taken_and_said",
     ),
     Fault(
-        "training.paired",
+        "training.noise",
         "noise not asked",
-        "or abs(self.median) <= (self.noise or 0.0)",
-        "",
-        "training/test_paired.py::test_what_identical_runs_differ_by_is_noise",
+        "noise if equal_pairs else (0.0, 0.0, 0.0)",
+        "(0.0, 0.0, 0.0)",
+        "training/test_noise.py::test_what_equal_pairs_differ_by_is_noise",
     ),
     Fault(
         "prediction.cuda_rules",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -16,21 +17,22 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Return {name: the milliseconds of each round}, after one pass that does not count.
 
-    A pass runs every variant once, forwards and backwards by turns: what one variant leaves in the
-    caches meets another one each time. A round keeps the fastest of its passes, since what disturbs
-    a machine makes it slower, never faster. On a CUDA device the end is awaited. The numbers of a
-    round are pairs for `paired_difference`. Raises ValueError if there is no round, or no pass.
+    A pass runs every variant once, in a shuffled order, the same in each call: no variant always
+    follows the same one, and none runs twice in a row more often than the others. A round keeps the
+    fastest of its passes, since what disturbs a machine makes it slower, never faster. On a CUDA
+    device the end is awaited. The numbers of a round are pairs for `paired_ratio`. Raises
+    ValueError if there is no round, or no pass.
     """
     if rounds < 1 or passes < 1:
         raise ValueError(f"at least one round of one pass is timed; got {rounds} of {passes}")
     times: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
+    names, shuffled = list(variants), random.Random(0)
     for number in range(rounds * passes + 1):
+        shuffled.shuffle(names)
         for name in names:
             milliseconds = _timed_ms(variants[name], device)
             if number:
                 times[name].append(milliseconds)
-        names.reverse()
     for name, series in times.items():
         starts = range(0, len(series), passes)
         times[name] = [min(series[start : start + passes]) for start in starts]

@@ -18,12 +18,13 @@ from labutils.machine import here
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction.memory import predict_memory
 from labutils.training.experiment import run_experiment
-from labutils.training.paired import CANNOT_TELL, PairedDifference, paired_difference
+from labutils.training.noise import CANNOT_TELL, PairedDifference, paired_ratio
 from labutils.training.records import RunRecord
 from labutils.training.speed import UNTIMED_STEPS
 
 SLOW_STEPS = 2  # of a precision that this device emulates: its bytes are asked for, not its speed
 NOTHING = 0.005  # of the peak: less is called nothing
+WORTH_TELLING = 1.05  # times as long: what changes a step's time by less is of no interest
 SPEED_WORDS = {"larger": "slower", "smaller": "faster", CANNOT_TELL: CANNOT_TELL}
 
 
@@ -164,7 +165,7 @@ def tokens_per_s(row: Row, device_type: str) -> float | None:
 def speed_change(
     rows: Mapping[str, Row], name: str, noise: tuple[list[float], list[float]] | tuple[()] = ()
 ) -> PairedDifference | None:
-    """Return how the ms of a row's steps differ from those of the row above; None if not timed.
+    """Return the ms of a row's steps, × those of the row above; None if not timed.
 
     `noise` are two series of one and the same row.
     """
@@ -172,7 +173,7 @@ def speed_change(
     before = rows[row.above].step_ms if row.above else []
     if not before or len(before) != len(row.step_ms):
         return None
-    return paired_difference(before, row.step_ms, noise)
+    return paired_ratio(before, row.step_ms, noise, worth_telling=WORTH_TELLING)
 
 
 def saved_mib(rows: Mapping[str, Row], name: str, *, predicted: bool = False) -> float | None:
@@ -219,8 +220,8 @@ def comparable(rows: Mapping[str, Row], device_type: str) -> list[list[str]]:
 def table(rows: Mapping[str, Row], on_card: Mapping[str, Row], noise: tuple = ()) -> pd.DataFrame:
     """Return a table of texts, a row each: peaks in MiB, ms of a step, loss, and the card's peak.
 
-    `change` is the median difference in ms of a row's steps from those of the row above, step by
-    step, and `time` the verdict on it: "faster", "slower" or "cannot tell here".
+    `change` is how many times as long a row's steps take as those of the row above, step by step,
+    and `time` the verdict on it: "faster", "slower" or "cannot tell here".
     """
     lines = []
     for name, row in rows.items():
@@ -233,7 +234,7 @@ def table(rows: Mapping[str, Row], on_card: Mapping[str, Row], noise: tuple = ()
                 "measured": _text(row.measured_mib, ",.1f"),
                 "saves": _text(saved_mib(rows, name), "+.1f"),
                 "ms": _text(middle, ",.0f"),
-                "change": _text(change.median if change else None, "+,.0f"),
+                "change": _text(change.mean if change else None, ".2f"),
                 "time": SPEED_WORDS[change.verdict] if change else "–",
                 "held-out": _text(row.held_out, ".4f"),
                 "A100": _text(on_card[name].predicted_mib, ",.0f"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 import statistics
 import time
@@ -19,7 +20,7 @@ from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.techniques.precision import autocast, products_dtype, tf32
 from labutils.training import distributed, profiles
-from labutils.training.paired import CANNOT_TELL
+from labutils.training.noise import PairedDifference, paired_ratio
 from labutils.training.records import Timing
 
 # Part of a product's name: its row among the cards, which has the datasheet's dense peaks.
@@ -47,6 +48,10 @@ def datasheet_tflops(card: str) -> dict[str, float]:
         if set(re.split(r"[ -]", name)) <= words:
             return rates
     return {}
+
+
+FLOAT32 = next(iter(PRECISIONS))
+WORTH_TELLING = 1.1  # a product that is 10 % faster would make a step a few percent faster
 
 
 @lru_cache(maxsize=8)
@@ -77,38 +82,31 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
 
 
 def product_speeds(
-    precisions: Sequence[str], device: torch.device, n: int = 0, rounds: int = 3
-) -> dict[str, tuple[float, float, float]]:
-    """Return {precision: (median, lowest, highest)}: the speed of a product, × float32's.
+    precisions: Sequence[str], device: torch.device, n: int = 0, rounds: int = 5
+) -> dict[str, PairedDifference]:
+    """Return {precision: the speed of a product, × float32's}; "larger" is faster.
 
     The product is n×n by n×n: 4096 on CUDA and 256 on a CPU, if `n` is 0. Each round measures
-    float32 and the others in turn, so that the range says how well the ratio repeats. A precision
-    that the device lacks is left out.
+    float32 twice and the others, in a shuffled order: the two of float32 are the equal pair. A
+    precision that the device lacks is left out.
     """
     n = n or (4096 if device.type == "cuda" else 256)
     usable = [name for name in precisions if here.support(name, device).ok]
-    ratios: dict[str, list[float]] = {name: [] for name in usable}
+    rates: dict[str, list[float]] = {name: [] for name in ("base", "again", *usable)}
+    names, shuffled = list(rates), random.Random(0)
     for _ in range(rounds):
-        with tf32(False):
-            base = here.matmul_rate(torch.float32, device, n)
-        for name in usable:
-            with tf32(PRECISIONS[name].tf32):
-                rate = here.matmul_rate(products_dtype(name), device, n)
-            ratios[name].append(rate / base)
-    found = {}
-    for name, values in ratios.items():
-        found[name] = (statistics.median(values), min(values), max(values))
-    return found
-
-
-def speed_verdict(ratio: tuple[float, float, float], same: tuple[float, float, float]) -> str:
-    """Return "faster", "slower" or CANNOT_TELL for a (median, lowest, highest) of `product_speeds`.
-
-    `same` is that of float32 against itself: a range that reaches into it is noise.
-    """
-    if ratio[1] > max(1.0, same[2]):
-        return "faster"
-    return "slower" if ratio[2] < min(1.0, same[1]) else CANNOT_TELL
+        shuffled.shuffle(names)
+        for name in names:
+            row = PRECISIONS[name if name in usable else FLOAT32]
+            with tf32(row.tf32):
+                rates[name].append(here.matmul_rate(products_dtype(row.name), device, n))
+    equal_pair = (rates["base"], rates["again"])
+    speeds = {}
+    for name in usable:
+        speeds[name] = paired_ratio(
+            rates["base"], rates[name], equal_pair, worth_telling=WORTH_TELLING
+        )
+    return speeds
 
 
 def amdahl(share: float, speedup: float) -> float:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+
 import pytest
 
 import labutils as lab
@@ -9,12 +13,16 @@ from labutils.training import alternate
 from tests.helpers import CPU
 
 
-def test_every_round_runs_each_variant_once_in_alternating_order():
+def test_every_round_runs_each_variant_once_in_a_shuffled_order():
     called = []
-    variants = {"a": lambda: called.append("a"), "b": lambda: called.append("b")}
-    times = lab.alternate(variants, 3, CPU)
-    assert "".join(called) == "abbaabba"
-    assert {name: len(series) for name, series in times.items()} == {"a": 3, "b": 3}
+    variants = {name: partial(called.append, name) for name in "abc"}
+    times = lab.alternate(variants, 60, CPU)
+    rounds = ["".join(called[i : i + 3]) for i in range(0, len(called), 3)]
+    assert {"".join(sorted(order)) for order in rounds} == {"abc"}
+    assert len(set(rounds)) == 6  # each variant follows each other one, and comes first and last
+    repeats = Counter(a for a, b in pairwise(called) if a == b)
+    assert max(repeats.values()) <= 3 * min(repeats.values())
+    assert {name: len(series) for name, series in times.items()} == {"a": 60, "b": 60, "c": 60}
     assert min(min(series) for series in times.values()) >= 0
 
 

@@ -1,0 +1,113 @@
+"""The rule for noise: what it tells, what it does not, and how often it is wrong."""
+
+import random
+
+import pytest
+
+from labutils.training.noise import CANNOT_TELL, interval, paired_difference, paired_ratio
+
+FIRST = [1.0, 1.1, 0.9, 1.0, 1.05]
+
+
+def test_a_difference_that_all_pairs_show_is_told():
+    second = [1.2, 1.32, 1.08, 1.21, 1.24]
+    assert paired_difference(FIRST, second, worth_telling=0.01).verdict == "larger"
+    assert paired_difference(second, FIRST, worth_telling=0.01).verdict == "smaller"
+    assert paired_ratio(FIRST, second, worth_telling=1.05).verdict == "larger"
+    assert paired_ratio(second, FIRST, worth_telling=1.05).verdict == "smaller"
+
+
+def test_the_interval_is_students():
+    mean, low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    half = 2.776 * 2.5**0.5 / 5**0.5
+    assert (mean, low, high) == pytest.approx((3.0, 3.0 - half, 3.0 + half))
+
+
+def test_a_ratio_is_the_same_either_way():
+    second = [1.3, 1.32, 1.5, 1.21, 1.24]
+    ratio = paired_ratio(FIRST, second, worth_telling=1.05)
+    inverse = paired_ratio(second, FIRST, worth_telling=1.05)
+    assert ratio.mean == pytest.approx(1 / inverse.mean)
+    assert (ratio.low, ratio.high) == pytest.approx((1 / inverse.high, 1 / inverse.low))
+
+
+def test_an_interval_that_holds_zero_tells_nothing():
+    second = [x + 0.02 for x in FIRST[:4]] + [FIRST[4] - 0.1]
+    assert paired_difference(FIRST, second, worth_telling=0.0).verdict == CANNOT_TELL
+
+
+def test_what_equal_pairs_differ_by_is_noise():
+    second = [x + 0.2 for x in FIRST]
+    identical = (FIRST, [x + d for x, d in zip(FIRST, (0.1, 0.3, 0.2, 0.25, 0.1), strict=True)])
+    difference = paired_difference(FIRST, second, identical, worth_telling=0.01)
+    assert difference.noise_high > 0.2
+    assert difference.verdict == CANNOT_TELL and CANNOT_TELL in str(difference)
+    assert paired_difference(FIRST, second, worth_telling=0.01).verdict == "larger"
+
+
+def test_a_difference_too_small_to_care_about_is_not_told():
+    second = [x + 0.02 + 0.001 * i for i, x in enumerate(FIRST)]
+    assert paired_difference(FIRST, second, worth_telling=0.01).verdict == "larger"
+    assert paired_difference(FIRST, second, worth_telling=0.05).verdict == CANNOT_TELL
+    assert paired_difference(second, FIRST, worth_telling=0.05).verdict == CANNOT_TELL
+
+
+def test_noise_that_nobody_measured_is_not_printed_as_zero():
+    difference = paired_difference(FIRST, [x + 0.2 for x in FIRST], worth_telling=0.01)
+    assert "equal pairs" not in str(difference) and "5 pairs" in str(difference)
+
+
+def test_one_pair_tells_nothing():
+    assert paired_difference([1.0], [2.0], worth_telling=0.0).verdict == CANNOT_TELL
+
+
+def test_a_pair_with_a_run_that_diverged_is_left_out():
+    nan = float("nan")
+    difference = paired_difference([1.0, 1.0, nan], [1.2, 1.25, 9.0], worth_telling=0.0)
+    assert difference.n_pairs == 2 and difference.mean == pytest.approx(0.225)
+    assert paired_difference([nan], [1.0], worth_telling=0.0).verdict == CANNOT_TELL
+
+
+@pytest.mark.parametrize("compare", [paired_difference, paired_ratio])
+def test_pairs_need_two_numbers_each(compare):
+    with pytest.raises(ValueError, match="5 and 4"):
+        compare(FIRST, FIRST[:4], worth_telling=1.1)
+    with pytest.raises(ValueError, match="0 and 0"):
+        compare([], [], worth_telling=1.1)
+
+
+def test_a_ratio_needs_positive_numbers():
+    with pytest.raises(ValueError, match="positive"):
+        paired_ratio([1.0, 0.0], [1.0, 1.0], worth_telling=1.1)
+
+
+@pytest.mark.parametrize("n_pairs", [5, 12, 24])
+def test_noise_alone_is_seldom_called_a_difference(n_pairs):
+    """Independent normal numbers, 1,000 draws: 5 % by design without equal pairs."""
+    draw = random.Random(n_pairs)
+
+    def series() -> list[float]:
+        return [draw.gauss(100, 5) for _ in range(n_pairs)]
+
+    alone = with_equal_pairs = 0
+    for _ in range(1000):
+        first, second = series(), series()
+        told = paired_ratio(first, second, worth_telling=1.0001).verdict
+        alone += told != CANNOT_TELL
+        told = paired_ratio(first, second, (series(), series()), worth_telling=1.0001).verdict
+        with_equal_pairs += told != CANNOT_TELL
+    assert alone <= 60
+    assert with_equal_pairs <= 30
+
+
+def test_more_pairs_tell_more():
+    """A factor of 1.05 under a noise of 5 %: 24 pairs find it more often than 5."""
+    shares = []
+    for n_pairs in (5, 12, 24):
+        draw, told = random.Random(7), 0
+        for _ in range(300):
+            first = [draw.gauss(100, 5) for _ in range(n_pairs)]
+            second = [draw.gauss(105, 5) for _ in range(n_pairs)]
+            told += paired_ratio(first, second, worth_telling=1.01).verdict == "larger"
+        shares.append(told / 300)
+    assert shares[0] < shares[1] < shares[2] and shares[2] > 0.8
