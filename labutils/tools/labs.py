@@ -31,9 +31,14 @@ COURSE_FILES = "README.md", "LICENSE", "Makefile", "pyproject.toml", "constraint
 QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
 
 
+def core_notebooks() -> list[Path]:
+    """Return the four notebooks of this course, in the order in which they are run."""
+    return sorted(REPO_DIR.glob("0*.ipynb"))
+
+
 def all_notebooks() -> list[Path]:
-    """Return the notebooks of this course, in the order in which they are run."""
-    return [*sorted(REPO_DIR.glob("0*.ipynb")), *sorted(REPO_DIR.glob("further/*.ipynb"))]
+    """Return the four notebooks, then the optional ones."""
+    return [*core_notebooks(), *sorted(REPO_DIR.glob("further/*.ipynb"))]
 
 
 def find_notebook(name: str) -> Path:
