@@ -217,15 +217,13 @@ def comparable(rows: Mapping[str, Row], device_type: str) -> list[list[str]]:
     return list(groups.values())
 
 
-def table(rows: Mapping[str, Row], on_card: Mapping[str, Row], noise: tuple = ()) -> pd.DataFrame:
+def table(rows: Mapping[str, Row], on_card: Mapping[str, Row]) -> pd.DataFrame:
     """Return a table of texts, a row each: peaks in MiB, ms of a step, loss, and the card's peak.
 
-    `change` is how many times as long a row's steps take as those of the row above, step by step,
-    and `time` the verdict on it: "faster", "slower" or "cannot tell here".
+    Times of rows that ran one after the other are not compared.
     """
     lines = []
     for name, row in rows.items():
-        change = speed_change(rows, name, noise)
         middle = statistics.median(row.step_ms) if row.step_ms else None
         lines.append(
             {
@@ -234,8 +232,6 @@ def table(rows: Mapping[str, Row], on_card: Mapping[str, Row], noise: tuple = ()
                 "measured": _text(row.measured_mib, ",.1f"),
                 "saves": _text(saved_mib(rows, name), "+.1f"),
                 "ms": _text(middle, ",.0f"),
-                "change": _text(change.mean if change else None, ".2f"),
-                "time": SPEED_WORDS[change.verdict] if change else "–",
                 "held-out": _text(row.held_out, ".4f"),
                 "A100": _text(on_card[name].predicted_mib, ",.0f"),
             }
