@@ -26,6 +26,8 @@ FLOORS = [
     "exhibits",
     "session",
     "guesses",
+    "pages",
+    "grade",
     "tools",
 ]
 ALONE = "checks"  # imports torch only

@@ -203,7 +203,11 @@ def _add_course(add: Add) -> None:
     )
 
     labs = add("labs", commands.labs, "execute the notebooks on this machine; results go to runs/")
-    labs.add_argument("notebook", nargs="*", help="some of them only")
+    labs.add_argument(
+        "notebook",
+        nargs="*",
+        help='any of the course, such as "02" or "scaler", or a path (the four)',
+    )
     labs.add_argument(
         "--in-place",
         action="store_true",

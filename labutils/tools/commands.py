@@ -185,16 +185,18 @@ def _points(measured: Measured) -> Iterator[tuple[float, float]]:
 
 
 def labs(options: argparse.Namespace) -> int:
-    """Execute notebooks, all of them or those named; or write copies of them for students."""
+    """Execute notebooks, the four or those named; or write copies for students, of all of them."""
     from labutils.pages import (
         all_notebooks,
+        core_notebooks,
         execute,
         find_notebook,
         write_index,
         write_student_copy,
     )
 
-    chosen = [find_notebook(name) for name in options.notebook] or all_notebooks()
+    unnamed = all_notebooks() if options.student else core_notebooks()
+    chosen = [find_notebook(name) for name in options.notebook] or unnamed
     if options.student:
         for path in chosen:
             print(f"wrote {write_student_copy(path, options.student)}, without outputs")

@@ -18,7 +18,10 @@ CANVAS_COLUMNS = ["Student", "ID", "SIS User ID", "SIS Login ID", "Section"]
 
 
 def by_student(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each student: points, of how many, and the reasons as feedback."""
+    """Return a row for each student: points, of how many, and the reasons as feedback.
+
+    Points are NaN, an empty cell in a file, where a person still has to look at an answer.
+    """
     rows = []
     for student, own in table.groupby("student", sort=True):
         lines = [
@@ -26,7 +29,7 @@ def by_student(table: pd.DataFrame) -> pd.DataFrame:
             for row in own.itertuples()
         ]
         number = student_of(Path(own.submission.iloc[0]), Path())[1]
-        rows.append((student, number, own.points.sum(), own.of.sum(), "\n".join(lines)))
+        rows.append((student, number, own.points.sum(skipna=False), own.of.sum(), "\n".join(lines)))
     return pd.DataFrame(rows, columns=["student", "number", "points", "of", "feedback"])
 
 

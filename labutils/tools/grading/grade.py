@@ -86,6 +86,8 @@ def _row(task: Task, outcome: Outcome, points: Mapping[str, float]) -> list:
     of = points.get(task.exercise, 1.0) if task.exercise else 0.0
     reason = "; ".join(part for part in (outcome.reason, task.remark) if part)
     earned = round(outcome.share * of, 2)
+    if outcome.verdict == "tampered":
+        earned = float("nan")  # a person decides; the nets also catch honest code
     return [task.submission, task.exercise, outcome.verdict, reason, earned, of, task.student]
 
 

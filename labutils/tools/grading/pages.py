@@ -57,12 +57,14 @@ def _kind(row: pd.Series) -> str:
 def write_report(table: pd.DataFrame, alike: Sequence[Pair], path: Path) -> None:
     """Write the report on a class: its misconceptions, and texts that are alike."""
     figures = list(_figures(table))
+    judged = table.dropna(subset="points")
+    to_look_at = (table.verdict == "tampered") | table.reason.str.contains("look at this: ")
     text = TEMPLATES.get_template("report.html").render(
         figures=figures,
         alike=alike,
         n_students=table.student.nunique(),
-        mean=table.points.sum() / max(table.of.sum(), 1e-9),
-        tampered=table[table.verdict == "tampered"].to_dict("records"),
+        mean=judged.points.sum() / max(judged.of.sum(), 1e-9),
+        to_look_at=table[to_look_at].to_dict("records"),
         unjudged=table[table.verdict == "failed"].to_dict("records"),
     )
     write_atomically(path, text.encode())

@@ -90,12 +90,12 @@ def tasks_of(path: Path, folder: Path) -> Iterator[Task]:
             continue
         last = places[-1]
         answer = notebook.answer_of(cells, last, last_parameter(exercise)[0])
-        what = _tampering(exercise, answer, cells, tampered)
-        outcome = Outcome("tampered", what) if what else None
-        remark = f"called in {len(places)} cells; the last counts" if len(places) > 1 else ""
+        remarks = [f"called in {len(places)} cells; the last counts"] if len(places) > 1 else []
+        if what := _tampering(exercise, answer, cells, tampered):
+            remarks.append(f"look at this: {what}")  # the answer is judged like any other
         key = key_of(exercise, answer)
         text = "\n".join(cells[i] for i in answer.cells if cells[i] not in own_cells())
-        yield Task(name, student, exercise, answer, outcome, remark, key, text)
+        yield Task(name, student, exercise, answer, None, "; ".join(remarks), key, text)
 
 
 @functools.cache

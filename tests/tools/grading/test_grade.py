@@ -134,13 +134,27 @@ def test_a_class_gets_the_verdicts_that_are_sure(tmp_path):
     found = {(row.submission, row.exercise): row.verdict for row in table.itertuples()}
     assert {place: found[place] for place in sure} == sure and len(sure) > 50
     kinds = {place: KINDS[int(place[0].split("_")[0].split()[1])] for place in found}
-    cheats = {verdict for place, verdict in found.items() if kinds[place] == "cheats"}
-    assert cheats == {"tampered"}
+    for row in table.itertuples():
+        if kinds[row.submission, row.exercise] == "cheats":
+            assert "look at this: " in row.reason or pd.isna(row.points)
     endless = {verdict for place, verdict in found.items() if kinds[place] == "endless"}
     assert endless == {"failed"}
     assert not [
         place for place, kind in kinds.items() if kind == "wrong" and found[place] == "right"
     ]
+
+
+def test_what_a_net_caught_costs_no_point_before_a_person_has_looked(tmp_path):
+    submission(tmp_path, "a.ipynb", "import gc\ngc.collect()", SMI.format(4198.4))
+    submission(tmp_path, "b.ipynb", "import gc\nseen = gc.get_objects()", LEAK.format("seen"))
+    table = grade_folder(tmp_path, QUICK).set_index(["submission", "exercise"])
+    honest = table.loc["a.ipynb", "nvidia_smi"]
+    assert honest.verdict == "right" and honest.points == honest.of
+    assert "look at this: it imports" in honest.reason
+    caught = table.loc["b.ipynb", "leak"]
+    assert caught.verdict == "tampered" and pd.isna(caught.points)
+    scores = export.by_student(table.reset_index()).set_index("student").points
+    assert scores["a"] > 0 and pd.isna(scores["b"])
 
 
 def test_points_come_from_a_file_whose_mistakes_are_named(tmp_path):
