@@ -115,6 +115,7 @@ def course(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_class_is_graded(course, tmp_path):
     for student, cells in HONEST.items():
         write(tmp_path / "class" / student / "answers.ipynb", cells)

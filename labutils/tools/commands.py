@@ -214,6 +214,17 @@ def labs(options: argparse.Namespace) -> int:
     return code
 
 
+def grade(options: argparse.Namespace) -> int:
+    """Run a class's notebooks."""
+    from labutils.grade import grade_folder
+
+    out = options.out or runs_dir() / "grades"
+    scores = grade_folder(options.folder, out, timeout=options.timeout, jobs=options.jobs)
+    print(scores["right"].to_string())
+    print(f"wrote {out / 'scores.csv'} and {out / 'misconceptions.csv'}")
+    return 0
+
+
 def bench(options: argparse.Namespace) -> int:
     """Run the benchmark."""
     overrides = parse_overrides(options.pairs)
