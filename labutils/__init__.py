@@ -74,7 +74,6 @@ _NAMES = {
         "flat_gradient",
         "kept_by_kind",
         "saved_for_backward",
-        "saved_names",
     ),
     "prediction.advise": ("advise",),
     "prediction.arithmetic": ("closed_form", "n_parameters", "static_gib"),

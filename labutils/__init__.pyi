@@ -33,7 +33,6 @@ from labutils.memory.snapshot_page import snapshot_page as snapshot_page
 from labutils.memory.tensors import flat_gradient as flat_gradient
 from labutils.memory.tensors import kept_by_kind as kept_by_kind
 from labutils.memory.tensors import saved_for_backward as saved_for_backward
-from labutils.memory.tensors import saved_names as saved_names
 from labutils.memory.transfer import copy_gb_per_s as copy_gb_per_s
 from labutils.prediction import allocator as allocator
 from labutils.prediction import arithmetic as arithmetic

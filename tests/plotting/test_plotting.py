@@ -267,15 +267,6 @@ def test_equal_values_of_a_row_stand_on_lines_of_their_own():
     plt.close("all")
 
 
-def test_a_guess_is_marked_only_if_there_is_one():
-    ax = plotting.curves({"measured": {1: 2.0}}, "batch", "ms")
-    plotting.mark_guess(1, None, ax)
-    assert len(ax.get_lines()) == 1
-    plotting.mark_guess(1, 3.0, ax)
-    assert words(ax.get_legend().get_texts()) == ["measured", "your guess"]
-    plt.close("all")
-
-
 def test_a_block_is_drawn_with_a_square_for_each_number_kept():
     kept = dict.fromkeys("abcdef", 1) | {"input of GELU": 4, "output of GELU": 4}
     ax = plotting.kept_in_block(kept)
