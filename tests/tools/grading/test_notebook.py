@@ -38,9 +38,9 @@ def test_a_method_of_the_answer_counts_and_one_of_a_module_does_not():
 
 
 def test_a_keyword_and_unpacked_arguments_are_understood():
-    call = next(notebook.calls_in(["lab.checks.beta2(1, 2, answer=3 + 4)"]))
+    call = next(notebook.calls_in(["lab.checks.placement(1, 2, answer=3 + 4)"]))
     assert notebook.answer_of(["..."], call, "answer").expression == "3 + 4"
-    cells = ["everything = (1, 2, 7)\nlab.checks.beta2(*everything)"]
+    cells = ["everything = (1, 2, 7)\nlab.checks.placement(*everything)"]
     found = notebook.answer_of(cells, next(notebook.calls_in(cells)), "answer")
     names: dict = {}
     exec(found.source, names)
