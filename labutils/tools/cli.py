@@ -182,16 +182,6 @@ def _add_config_files(add: Add) -> None:
     new.add_argument("name")
     new.add_argument("--from", dest="source", default="fp32", help="the config to copy (fp32)")
 
-    export = add(
-        "export", commands.export, "write an experiment as one script that needs no labutils"
-    )
-    add_config(export, CONFIG)
-    export.add_argument("script", type=Path, metavar="FILE", help="a new file, such as train.py")
-    add_overrides(export)
-    export.add_argument(
-        "--device", choices=["cpu", "cuda"], help="where the script will run (what is here)"
-    )
-
 
 def _add_course(add: Add) -> None:
     doctor = "say what this machine can train, and what is wrong with its set-up"
