@@ -54,7 +54,7 @@ def _run_names(incomplete: str) -> list[str]:
 CONFIG = "a YAML file, or a short name such as bf16"
 RUN = "a name (its newest run), an id, or a record's path"
 COURSE = 'names of the course\'s such as "02" or "scaler", or paths (the four)'
-DEVICES = f"one of {', '.join(CARDS)}, this, cpu (a100)"
+PLACES = f"one of {', '.join(CARDS)}, this, cpu (a100)"
 SHEET = "a card of your own, a YAML file of its datasheet"
 ADVISE = "instead: the changes that would save most memory, in a config or a run"
 ConfigName = Annotated[str, typer.Argument(help=CONFIG, autocompletion=_configs)]
@@ -68,8 +68,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="continue from what save_
 Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Advise = Annotated[bool, typer.Option("--advise", help=ADVISE)]
-CardName = Literal[*CARDS, "this", "cpu"]
-Device = Annotated[CardName | None, typer.Option(metavar="CARD", help=DEVICES)]
+Device = Annotated[Literal[*CARDS, "this", "cpu"] | None, typer.Option(metavar="CARD", help=PLACES)]
 Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
 Gib = Annotated[float | None, typer.Option(min=0.001, help="of the card, if not the device's")]
 Calibrate = Annotated[bool, typer.Option("--calibrate", help="measure operations again")]
@@ -119,7 +118,7 @@ def run(
     rerun: Rerun = False,
     resume: Resume = False,
 ) -> None:
-    """Train one experiment, or continue an unfinished one; save its record."""
+    """Train an experiment, or continue one; save its record in runs/."""
     is_state = config.endswith(".state")
     if is_state and (pairs or repeat > 1 or rerun):
         problem = "a state continues its own run: it takes no --set, --repeat or --rerun"
@@ -134,7 +133,10 @@ def run(
     from labutils.training.saved_state import read_header
 
     if is_state:
-        header = read_header(runs_dir() / Path(config).name)
+        path = runs_dir() / Path(config).name
+        if not path.is_file():
+            raise FileNotFoundError(f"no state {path}; `{program()} runs` lists unfinished runs")
+        header = read_header(path)
         experiment, repeats, resume = header.config, [header.planned.repeat], True
     if int(os.environ.get("RANK", 0)):  # of torchrun's processes only the first one prints
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
@@ -157,7 +159,7 @@ def run(
 
 @app.command()
 def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
-    """List the newest runs (with NAME in their name; --limit 0: all) and unfinished ones."""
+    """List recorded runs with NAME in theirs (--limit 0: all of them)."""
     from labutils.training.records import RecordError, find_runs, state_files
     from labutils.training.saved_state import read_header
 
@@ -413,7 +415,7 @@ def check(configs: ConfigNames) -> None:
 
 @app.command()
 def doctor(calibrate: Calibrate = False) -> None:
-    """Say what this machine can train, how fast, and what is wrong with it."""
+    """Say what this machine can train, how fast, and what is wrong."""
     import pandas as pd
     import torch
 
