@@ -113,11 +113,16 @@ def test_what_needs_no_torch_answers_at_once(arguments):
     code = (
         "import sys, time; from labutils.cli import main; code = main(sys.argv[1:])\n"
         "heavy = {'torch', 'numpy', 'pandas', 'matplotlib', 'transformers', 'rich'}\n"
-        "print(code, heavy & sys.modules.keys(), time.process_time() < 0.5, file=sys.stderr)"
+        "print(code, heavy & sys.modules.keys(), time.process_time(), sep=';', file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, *arguments]
-    answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert answer.stderr == "0 set() True\n"
+    seconds = []
+    for _ in range(3):  # the least busy one counts
+        answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+        exit_code, imported, used = answer.stderr.split(";")
+        assert (exit_code, imported) == ("0", "set()")
+        seconds.append(float(used))
+    assert min(seconds) < 0.5  # of the processor
 
 
 @pytest.fixture
