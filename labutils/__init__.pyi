@@ -93,7 +93,6 @@ from labutils.training import stability as stability
 from labutils.training import tasks as tasks
 from labutils.training.adapters import fine_tune as fine_tune
 from labutils.training.alternate import alternate as alternate
-from labutils.training.by_seed import seed_table as seed_table
 from labutils.training.compare import compare as compare
 from labutils.training.compare import readable as readable
 from labutils.training.engines import frameworks as frameworks
@@ -109,8 +108,6 @@ from labutils.training.noise import paired_difference as paired_difference
 from labutils.training.noise import paired_ratio as paired_ratio
 from labutils.training.records import find_runs as find_runs
 from labutils.training.records import load_record as load_record
-from labutils.training.records import reference_runs as reference_runs
-from labutils.training.speed import flops_per_token as flops_per_token
 from labutils.training.waiting import waits as waits
 from labutils.workload.build import build as build
 from labutils.workload.data import batches as batches
