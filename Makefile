@@ -101,7 +101,7 @@ $(GPU)/snapshot.done: | gpu-is-here
 	$(BIN)/python -m labutils.tools.bench.record_snapshot $(REFERENCE)
 	touch $@
 
-# In a folder of its own: reference_runs takes every other JSON file in reference/ for a run.
+# In a folder of its own: every other JSON file in reference/ is a run.
 $(BENCHES): $(GPU)/bench-%.done: | gpu-is-here
 	LABUTILS_RUNS="$(CURDIR)/$(REFERENCE)/bench" $(BIN)/python -m labutils bench $(BENCH_$*)
 	touch $@
