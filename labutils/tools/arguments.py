@@ -9,7 +9,6 @@ from typing import Any
 
 from labutils.config.yaml_source import short_names
 from labutils.files import runs_dir
-from labutils.tools import commands
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
@@ -49,46 +48,7 @@ def gib(text: str) -> float:
     return positive(text, "an amount of memory; expected GiB, for example 8")
 
 
-def share(text: str) -> tuple[int, int]:
-    """Return (2, 4) for "2/4"."""
-    k, _, n = text.partition("/")
-    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share; expected K/N, for example 2/4")
-    return int(k), int(n)
-
-
 def add_overrides(parser: argparse.ArgumentParser, text: str = "override a value") -> None:
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="pairs", help=text
     )
-
-
-def add_bench(add: Add) -> None:
-    bench = add(
-        "bench",
-        commands.bench,
-        "compare the optimized config with what a user would write instead, in turns",
-    )
-    bench.add_argument(
-        "--quick", action="store_true", help="few steps: tests the harness, not the speed"
-    )
-    bench.add_argument(
-        "--ablate",
-        nargs="?",
-        const=(1, 1),
-        type=share,
-        metavar="K/N",
-        help="take back one of its switches in each row; K/N: the K-th of N shares of the rows",
-    )
-    bench.add_argument(
-        "--scale",
-        nargs="*",
-        metavar="SWEEP",
-        help="how cost grows with batch, length, layers, width and vocabulary, or some of them",
-    )
-    bench.add_argument(
-        "--arms", nargs="+", default=[], metavar="ARM", help="beside ours, these arms only"
-    )
-    bench.add_argument("--blocks", type=count, default=7, help="timed blocks of each arm (7)")
-    bench.add_argument("--steps", type=count, default=10, help="steps in a block (10)")
-    add_overrides(bench)

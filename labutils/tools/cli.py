@@ -20,7 +20,6 @@ from labutils.files import program
 from labutils.tools import commands, commands_grade, commands_predict, commands_runs
 from labutils.tools.arguments import (
     Add,
-    add_bench,
     add_config,
     add_overrides,
     count,
@@ -94,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_predictions(add)
     _add_config_files(add)
     _add_course(add)
-    add_bench(add)
     return parser
 
 

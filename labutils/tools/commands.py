@@ -1,4 +1,4 @@
-"""Commands on config files (check, new) and on the course (doctor, labs, bench).
+"""Commands on config files (check, new) and on the course (doctor, labs).
 
 Each takes the parsed options and returns an exit code. What needs torch is imported late.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from labutils.config import reader
 from labutils.config.edits import edits_without_effect
-from labutils.config.reader import find_config, load_config, parse_overrides
+from labutils.config.reader import find_config, load_config
 from labutils.config.schema import NAME_PATTERN, Config, ConfigError
 from labutils.files import program, require_room, runs_dir
 
@@ -174,11 +174,3 @@ def labs(options: argparse.Namespace) -> int:
         print(f"wrote {save_all()}")
     print(f"wrote {write_index()}: it leads to all pages")
     return code
-
-
-def bench(options: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    overrides = parse_overrides(options.pairs)
-    from labutils.tools.bench.main import main
-
-    return main(options, overrides)

@@ -162,7 +162,6 @@ def test_wrong_numbers_are_refused_in_words(capsys):
         (["grade", ".", "--seconds", "-3"], "'-3' is not a number above 0"),
         (["grade", ".", "--memory-gib", "nan"], "'nan' is not an amount of memory"),
         (["grade", ".", "--at-once", "0"], "'0' is not a whole number above 0"),
-        (["bench", "--ablate", "3/2"], "'3/2' is not a share"),
     ):
         with pytest.raises(SystemExit) as exit_info:
             main(arguments)
