@@ -291,6 +291,6 @@ def test_the_grader_scores_answers_that_are_code(tmp_path, notebook, places):
                 cell.source = cell.source.replace(line, answered)
     nbformat.write(body, tmp_path / "answered.ipynb")
     answers = answers_of(tmp_path / "answered.ipynb", timeout=300)
-    right = {name for name, answer in answers.items() if answer.verdict == "right"}
+    right = {name for name, (verdict, _) in answers.items() if verdict == "right"}
     assert right == {start.partition(" ")[0].replace("chosen", "budget") for start in places}
-    assert {answer.verdict for answer in answers.values()} == {"right", "open"}
+    assert {verdict for verdict, _ in answers.values()} == {"right", "open"}
