@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.cli import main
 from labutils.config.choices import CHECKPOINTING
 from labutils.files import runs_dir
 from labutils.machine import gpu as device
@@ -27,7 +28,6 @@ from labutils.techniques import precision
 from labutils.techniques.schedule import learning_rate_at
 from labutils.tools.bench.allocator_configs import BLOCK, CHUNKS, LEAN
 from labutils.tools.bench.allocator_table import Trials
-from labutils.tools.cli import main
 from labutils.training import planned, profiles
 from labutils.training.loop import to_device
 from labutils.training.records import load_record

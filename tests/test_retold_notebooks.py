@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from labutils.tools.cli import main
+from labutils.cli import main
 from tests.helpers import REPO, committed, slowest
 
 RETOLD = [

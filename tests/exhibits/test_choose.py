@@ -7,6 +7,7 @@ import random
 import pytest
 
 import labutils as lab
+from labutils import cli
 from labutils.config.card import CPU
 from labutils.config.reader import load_config
 from labutils.config.resolve import resolve
@@ -22,7 +23,6 @@ from labutils.exhibits.choose_table import (
     recommended,
     recommended_on_cpu,
 )
-from labutils.tools import cli
 
 STALE = "the table is out of date: make exhibits AGAIN=--again"
 ALL = """

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.cli import main
 from labutils.config.choices import MODELS
 from labutils.tools.bench import arms, compare, process
 from labutils.tools.bench import main as bench
 from labutils.tools.bench.models import PlainGPT, hugging_face_model, initial_weights
 from labutils.tools.bench.record_snapshot import record_snapshot
-from labutils.tools.cli import main
 from tests.helpers import CPU, REPO
 
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
