@@ -35,7 +35,7 @@ def all_arms(seeds: int) -> Plan:
     plan: Plan = []
     for seed in range(seeds):
         plan += [(arm, seed, {}) for arm in convergence.ARMS]
-        plan.append((convergence.IDENTICAL[0], seed, convergence.AT_ONCE))
+        plan.append((convergence.IDENTICAL[1], seed, {}))
     return plan
 
 
@@ -52,9 +52,10 @@ def run_all(plan: Plan, tokens: int, every_tokens: int) -> list[RunRecord]:
     """Train every run of the plan on this machine, and return the records."""
     records = []
     for arm, seed, changes in tqdm(plan, file=sys.stderr, unit="run"):
-        config = convergence.config_of(arm, seed, tokens, **changes)
-        every = {"eval_every": every_tokens // config.tokens_per_step}
-        records.append(convergence.run(config.model_copy(update=every), choose_device()))
+        tokens_per_step = convergence.config_of(arm, seed, tokens).tokens_per_step
+        every = {"eval_every": every_tokens // tokens_per_step}
+        device = choose_device()
+        records.append(convergence.run(arm, seed, tokens, device, **(changes | every)))
     return records
 
 
