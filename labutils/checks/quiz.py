@@ -119,56 +119,109 @@ MIXED_PRECISION: tuple[Statement, ...] = (
     ),
 )
 
-ACCUMULATION: tuple[Statement, ...] = (
-    (
-        "A window's gradient is right only if its number of targets is known before the step.",
-        True,
-        "each summed loss is divided by that number, or the sum of gradients is, later",
+ACCUMULATION: tuple[Question, ...] = (
+    Question(
+        "Four micro-batches have 122, 13, 60 and 7 target tokens. By what is each summed loss "
+        "divided?",
+        "c",
+        (
+            ("by 4", "then the gradient grows with the number of tokens"),
+            ("by its own number of tokens", "then the means are added: nothing divides them"),
+            ("by 202", "so each token of the window weighs the same"),
+            ("by 4 times its own number", "that is the mean of means: a token of 7 weighs most"),
+        ),
     ),
-    (
-        "A test with packed sequences finds the mean of means.",
-        False,
-        "at equal lengths it gives the right gradient",
+    Question(
+        "n is 4. At equal lengths a gradient is 4.00 times as long as the right one, with cosine "
+        "1.000. Which bug fits?",
+        "a",
+        (
+            ("nothing divides the four means", "a sum of four means has the right direction"),
+            ("clipping per micro-batch", "it makes no gradient longer, and turns it"),
+            ("the step comes too early", "one micro-batch of four has another direction"),
+            ("the mean of means", "at equal lengths it is exactly right"),
+        ),
     ),
-    (
-        "An error that float64 does not shrink is not rounding.",
-        True,
-        "rounding shrinks with eps; dropout and batch norm do not",
+    Question(
+        "Which test finds the mean of means?",
+        "d",
+        (
+            ("packed sequences, in float64", "all micro-batches then have equally many targets"),
+            ("the loss falls", "it falls with the wrong weights, too"),
+            ("clipping to a small norm", "clipping changes a length, and here tokens are weighed"),
+            ("micro-batches of unequal lengths", "only then the weights of tokens differ"),
+        ),
     ),
-    (
-        "Accumulation lets 10⁹ float32 parameters train with AdamW in 8 GiB.",
-        False,
-        "weights, gradients and moments alone are more, at any micro-batch size",
+    Question(
+        "Two gradients differ by 2e-7 in float32, and by 5e-16 in float64. What differs?",
+        "b",
+        (
+            ("a divisor", "a wrong divisor gives the same error in every format"),
+            ("the order of roundings", "rounding shrinks with eps, and so did the difference"),
+            ("a dropout mask", "float64 does not shrink what another mask does"),
+            ("batch norm's statistics", "these change the function, in every format"),
+        ),
     ),
-    (
-        "Against the same micro-batch, a second micro-batch can raise the peak.",
-        True,
-        "the first one's gradients are alive during its backward pass",
+    Question(
+        "With FP16 and a scaler: what runs for each micro-batch?",
+        "a",
+        (
+            ("scale and backward", "all gradients of a window carry the same scale"),
+            ("unscale_ and clipping", "before the last backward, .grad holds a part of the sum"),
+            ("step and update", "one window is one optimizer step"),
+            ("zero_grad", "it would erase what has been accumulated"),
+        ),
     ),
-    (
-        "A difference of two timings counts if it is larger than 5 %.",
-        False,
-        "it counts if it is larger than what two identical variants differ by",
+    Question(
+        "A window of 1 × 4 runs out of memory. Which one needs less?",
+        "c",
+        (
+            ("4 × 4", "it holds the same micro-batch, and gradients besides"),
+            ("1 × 4 after empty_cache()", "that frees no tensor"),
+            ("4 × 1", "the activations of one sequence instead of four"),
+            ("2 × 4", "activations do not shrink, and gradients stay between the two"),
+        ),
     ),
-    (
-        "Loss against optimizer steps is a fair comparison of two batch sizes.",
-        False,
-        "a larger batch has then seen more text: compare at equal tokens",
+    Question(
+        "The peak of 1 × 2 is 24 MiB, and that of 2 × 2 is 28 MiB. What is that of 16 × 2?",
+        "b",
+        (
+            ("24 MiB", "the gradients of the first micro-batch stay alive"),
+            ("28 MiB", "the third micro-batch finds in memory what the second found"),
+            ("84 MiB", "gradients are added in place, not stored one by one"),
+            ("384 MiB", "activations are freed after each backward pass"),
+        ),
     ),
-    (
-        "If 4 × 8 learns worse than 1 × 8 at one rate, accumulation has harmed the learning.",
-        False,
-        "the batch has changed as well: the control is 1 × 32",
+    Question(
+        "125 micro-batches, and `if (i + 1) % 16 == 0: step()`. What becomes of the last 13?",
+        "d",
+        (
+            ("they make a short window", "nobody steps on them"),
+            ("they are skipped without a trace", "their gradients are in .grad already"),
+            ("they are divided by 13", "the divisor is 16, and there is no step"),
+            ("they join the next epoch's first window", ".grad is not cleared before it"),
+        ),
     ),
-    (
-        "unscale_ and clipping run once per window, after its last backward pass.",
-        True,
-        "before it, .grad holds a part of the sum",
+    Question(
+        "After equally many tokens 4 × 8 has a higher loss than 1 × 8 at the same rate. What "
+        "follows?",
+        "a",
+        (
+            ("batch 32 learned less at this rate", "batch and number of steps have changed"),
+            ("accumulation harms learning", "the control of accumulation is 1 × 32"),
+            ("4 × 8 has a wrong gradient", "a right gradient of a larger batch does this, too"),
+            ("large batches learn worse", "one rate says nothing of the best rate"),
+        ),
     ),
-    (
-        "A schedule that counts micro-batches changes no gradient, so it is harmless.",
-        False,
-        "the rate then ends its schedule n times too early",
+    Question(
+        "A schedule counts micro-batches, and n is 4. What is wrong?",
+        "c",
+        (
+            ("nothing: gradients are right", "the rate also decides a step's size"),
+            ("the gradients", "no gradient depends on the rate"),
+            ("the rate ends its schedule too early", "after a quarter of the optimizer steps"),
+            ("the logged loss", "it is the sum over the window all the same"),
+        ),
     ),
 )
 
