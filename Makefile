@@ -2,13 +2,12 @@
 # make test:      the gate: lint, unit tests, and the four notebooks once.
 # make test-all:  what the gate leaves out and 35 minutes have room for. make test-slow: the rest.
 # make readme:    copy the README's figure out of notebook 01, as committed.
-# make gpu:  on a machine with an NVIDIA GPU, run the GPU tests, the notebooks, a memory snapshot
-#            and the benchmark. Their records, the snapshot, the benchmark's results and the
-#            comparison of the ledger with the card land in labutils/reference/. A step that has
-#            ended well is not run again: its stamp is in runs/gpu/. `make -k gpu` goes on after
-#            a step that fails.
-# make exhibits: compute what the tables of the exhibits lack, on any machine. It can be stopped
-#            and continued. After a change of the prediction: make exhibits AGAIN=--again.
+# make bench:     several ways to train the same tokens, in turns.
+# make records:   the CSVs of long runs in labutils/reference/, on any machine; most of an hour.
+# make exhibits:  what the tables of the exhibits lack, on any machine. It can be stopped and
+#                 continued. After a change of the prediction: make exhibits AGAIN=--again.
+# make gpu:       on a machine with an NVIDIA GPU: its tests, the notebooks, and what they and the
+#                 allocator recorded, into labutils/reference/.
 # All set themselves up.
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,10 +15,11 @@ BIN := $(VENV)/bin
 # Two processes with a thread each: threads that wait for each other's are slower than none.
 TWO_AT_ONCE := OMP_NUM_THREADS=1
 PYTEST = $(BIN)/python -m pytest -q --durations=5
+REFERENCE := labutils/reference
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 .PHONY: labs further test test-all test-busy test-further test-avx2 test-more test-slow lint
-.PHONY: readme configs exhibits gpu gpu-is-here clean
+.PHONY: readme configs exhibits bench records gpu clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -67,54 +67,29 @@ configs: $(VENV)/installed
 	$(BIN)/python -m labutils.tools.configs
 
 exhibits: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m labutils.exhibits.ledger_table $(AGAIN)
-	OMP_NUM_THREADS=1 $(BIN)/python -m labutils.exhibits.choose_table $(AGAIN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ledger_table $(AGAIN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.choose_table $(AGAIN)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# ---- make gpu
+bench: $(VENV)/installed
+	$(BIN)/python -m benchmarks.bench
 
-GPU := runs/gpu
-REFERENCE := labutils/reference
-NOTEBOOKS := $(patsubst %.ipynb,$(GPU)/%.done,$(wildcard 0*.ipynb))
+records: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.records convergence rates stability
+
 LEDGER := model,precision,policy,batch,seq_len,predicted,measured,in_phase,measured_in,card,torch
-BENCHES := $(addprefix $(GPU)/bench-,arms.done ablation.done scale.done)
-BENCH_ablation := --ablate
-BENCH_scale := --scale
-
-gpu: $(GPU)/tests.done $(NOTEBOOKS) $(GPU)/snapshot.done $(BENCHES)
-
-$(GPU)/tests.done: | gpu-is-here
-	echo $(LEDGER) > $(GPU)/ledger.csv
-	LABUTILS_LEDGER="$(CURDIR)/$(GPU)/ledger.csv" $(BIN)/python -m pytest -m gpu -v --tb=short tests
-	cp $(GPU)/ledger.csv $(REFERENCE)/
-	touch $@
-
-$(NOTEBOOKS): $(GPU)/%.done: %.ipynb | gpu-is-here
-	LABUTILS_RUNS="$(CURDIR)/$(GPU)" $(BIN)/python -m labutils labs $<
-	cp $(GPU)/*-*-*-*.json $(REFERENCE)/
-	touch $@
-
-$(GPU)/snapshot.done: | gpu-is-here
-	$(BIN)/python -m labutils.tools.bench.record_snapshot $(REFERENCE)
-	touch $@
-
-# In a folder of its own: reference_runs takes every other JSON file in reference/ for a run.
-$(BENCHES): $(GPU)/bench-%.done: | gpu-is-here
-	LABUTILS_RUNS="$(CURDIR)/$(REFERENCE)/bench" $(BIN)/python -m labutils bench $(BENCH_$*)
-	touch $@
-
-gpu-is-here: $(VENV)/installed-bench
-	@mkdir -p $(GPU)
-	@$(BIN)/python -c "from labutils.machine.gpu import choose_device as device; \
-	raise SystemExit(device().type != 'cuda')" || \
-	{ echo "no CUDA GPU can be used here: '$(BIN)/python -m labutils doctor' says why"; exit 1; }
-
-$(VENV)/installed-bench: $(VENV)/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
-	touch $@
+gpu: export LABUTILS_LEDGER := $(CURDIR)/$(REFERENCE)/ledger.csv
+gpu: $(VENV)/installed
+	echo $(LEDGER) > $(LABUTILS_LEDGER)
+	$(BIN)/python -m pytest -m gpu -v --tb=short tests
+	LABUTILS_RUNS=runs/gpu $(BIN)/python -m labutils labs
+	cp runs/gpu/*-*-*-*.json $(REFERENCE)/
+	$(BIN)/python -m benchmarks.allocator_table $(REFERENCE)/allocator_card.csv
+	$(BIN)/python -m benchmarks.snapshot_record $(REFERENCE)
+	LABUTILS_RUNS=runs/gpu $(BIN)/python -m benchmarks.bench
 
 clean:
 	rm -rf $(VENV) build *.egg-info

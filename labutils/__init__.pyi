@@ -93,7 +93,6 @@ from .training import stability as stability
 from .training import tasks as tasks
 from .training.adapters import fine_tune as fine_tune
 from .training.alternate import alternate as alternate
-from .training.by_seed import seed_table as seed_table
 from .training.compare import compare as compare
 from .training.compare import readable as readable
 from .training.engines import frameworks as frameworks
@@ -109,8 +108,6 @@ from .training.noise import paired_difference as paired_difference
 from .training.noise import paired_ratio as paired_ratio
 from .training.records import find_runs as find_runs
 from .training.records import load_record as load_record
-from .training.records import reference_runs as reference_runs
-from .training.speed import flops_per_token as flops_per_token
 from .training.waiting import waits as waits
 from .workload.build import build as build
 from .workload.data import batches as batches

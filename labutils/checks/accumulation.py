@@ -96,7 +96,7 @@ def peak_range(
     if low <= measured_mib <= high:
         points = 3 if high <= NARROWEST * low else 2 if high <= NARROW * low else 1
         width = f"The range is {100 * (high / low - 1):.0f} % wide: {points} of 3 points."
-        return Right(width, points / 3)
+        return Right(width)
     if low <= single_mib <= high:
         return (
             "that is one micro-batch alone. What stays alive between the first and the second one?"

@@ -1,28 +1,32 @@
-"""What the exhibit `choose` shows: its table, packed, and the words for each change."""
+"""What the exhibit `choose` shows: its table, packed, and the words for each change.
+
+`benchmarks.choose_table` makes the table.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from labutils.config.card import CPU
 from labutils.config.cards import CARDS
-from labutils.config.choices import MODELS, PRECISIONS, WITHOUT_BF16
+from labutils.config.choices import MODELS, NO_AUTOCAST, PRECISIONS, WITHOUT_BF16
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
-from labutils.exhibits.choose_table import (
-    BASE,
-    CHOSEN,
-    MODELS_ON_CARDS,
-    NO_CARD,
-    base_on_cpu,
-    read,
-)
 from labutils.files import CONFIGS_DIR
 from labutils.prediction.arithmetic import n_parameters
 from labutils.prediction.changes import reasons
 
+TABLE = Path(__file__).with_name("choose.json")
+BASE = NO_AUTOCAST[0]
+NO_CARD = "none"
+CHOSEN = ("rtx3060-laptop", "rtx4060", "t4", "p100", "l4", "rtx4090", "a100", "h100")
+MODELS_ON_CARDS = [row.name for row in MODELS.values() if row.is_published]
+Row = dict[str, dict[str, Any]]  # by symptom, and "base": "changes", "gib", "ms", "fits"
 OWN_WORDS = {
     "activation": "the same function in one kernel",
     "gradient_checkpointing": "each block runs forward twice, and keeps only its input",
@@ -33,6 +37,16 @@ OWN_WORDS = {
 TIGHT = 0.93  # of the card's memory: a desktop or another program takes some
 AUTOCAST = "matrix multiplications in 16 bits; weights stay in float32"
 LINE = re.compile(r"(?P<indent> *)(?P<key>\w+): *(?P<value>[^#]*?) *(#.*)?$")
+
+
+def read() -> dict[str, dict[str, Row]]:
+    """Return {card: {model: its row}} as it is stored."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def base_on_cpu() -> Config:
+    """Return the shipped config in float32 with what `when_cpu` sets."""
+    return load_config(BASE).on(CPU.device_type)
 
 
 def page_data() -> dict[str, Any]:

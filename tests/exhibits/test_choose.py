@@ -7,22 +7,18 @@ import random
 import pytest
 
 import labutils as lab
+from benchmarks.choose_table import (
+    SYMPTOMS,
+    facts,
+    fastest_precision,
+    recommended,
+    recommended_on_cpu,
+)
 from labutils import cli
 from labutils.config.card import CPU
 from labutils.config.reader import load_config
 from labutils.config.resolve import resolve
-from labutils.exhibits.choose_table import (
-    BASE,
-    CHOSEN,
-    MODELS_ON_CARDS,
-    NO_CARD,
-    SYMPTOMS,
-    facts,
-    fastest_precision,
-    read,
-    recommended,
-    recommended_on_cpu,
-)
+from labutils.exhibits.choose_data import BASE, CHOSEN, MODELS_ON_CARDS, NO_CARD, read
 
 STALE = "the table is out of date: make exhibits AGAIN=--again"
 ALL = """

@@ -12,6 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import labutils as lab
+from benchmarks.ledger_table import grid_point, phases_of, pieces, sizes_of, standing
 from labutils import cli
 from labutils.config.reader import parse_overrides
 from labutils.exhibits.ledger_data import START, peaks_at
@@ -27,7 +28,6 @@ from labutils.exhibits.ledger_switches import (
     read,
     settings,
 )
-from labutils.exhibits.ledger_table import grid_point, phases_of, pieces, sizes_of, standing
 from labutils.memory.ledger import ROUNDING
 from labutils.prediction import replay
 

@@ -56,7 +56,6 @@ DRAWINGS = {
     "bands": lambda ax: plotting.bands(
         {"16": {1: [1.0, 3.0], 2: [2.0, 2.5]}}, "tokens", "nats", ax
     ),
-    "rates": lambda ax: plotting.rates({"fp32": {64: 1.0, 128: 2.0}, "bf16": {64: 1.0}}, ax),
     "bars_beside": lambda ax: plotting.bars_beside(
         {"kept": {"block": 2.0, "head": 1.0}, "parameters": {"block": 1.0}},
         {"block": 2.0},

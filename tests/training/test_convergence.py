@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 import labutils as lab
-from labutils.tools.bench import convergence_record
+from benchmarks import records
 from labutils.training.noise import paired_difference
 from tests.helpers import CPU
 
@@ -55,10 +55,9 @@ def test_a_short_run_is_the_beginning_of_a_longer_one(runs):
 
 
 def test_the_command_writes_what_can_be_read_again(runs, tmp_path):
-    path = tmp_path / "record.csv"
-    options = ["--seeds", "2", "--tokens", "2048", "--every-tokens", "1024", "--to", str(path)]
-    convergence_record.main(options)
-    made = lab.convergence.read_record(path)
+    sizes = ["--seeds", "2", "--tokens", "2048", "--every-tokens", "1024"]
+    records.main(["convergence", *sizes, "--to", str(tmp_path)])
+    made = lab.convergence.read_record(tmp_path / "convergence.csv")
     assert made.points() == [1024, 2048]
     expected = {"device", "torch", "python", "commit", "corpus", "threads", "rule", "held-out text"}
     assert expected <= made.facts.keys()
@@ -69,11 +68,10 @@ def test_the_command_writes_what_can_be_read_again(runs, tmp_path):
 
 
 def test_rates_are_compared_on_equal_terms(runs, tmp_path):
-    path = tmp_path / "rates.csv"
     sizes = ["--tokens", "2048", "--every-tokens", "1024"]
-    convergence_record.main(["--rates", *sizes, "--to", str(path)])
-    made = lab.convergence.read_record(path)
-    assert made.facts["made by"].endswith("--rates") and set(made.losses.seed) == {0}
+    records.main(["rates", *sizes, "--to", str(tmp_path)])
+    made = lab.convergence.read_record(tmp_path / "convergence_rates.csv")
+    assert made.facts["made by"].endswith("rates") and set(made.losses.seed) == {0}
     for _, rows in made.losses.groupby(["sequences", "tokens"]):
         assert tuple(rows.learning_rate) == lab.convergence.RATES
         assert rows.held_out_loss.nunique() == len(rows)  # the rate was used
@@ -111,12 +109,3 @@ def test_the_shipped_record_has_three_batches_and_five_seeds_on_named_hardware()
     rates = shipped.losses.groupby("arm").learning_rate.first()
     for arm, (_, rate) in lab.convergence.ARMS.items():
         assert rates[arm] == pytest.approx(rate, rel=1e-3)
-
-
-@pytest.mark.parametrize(("shift", "expected"), [(0.0, True), (0.1, True), (0.5, False)])
-def test_a_record_agrees_if_the_two_intervals_overlap(shift, expected):
-    base, losses = [1.0] * 5, [1.1, 1.2, 1.3, 1.15, 1.25]
-    short = paired_difference(base, losses, worth_telling=0.01)
-    recorded = paired_difference(base, [x + shift for x in losses], worth_telling=0.01)
-    assert lab.convergence.agrees(short, recorded) is expected
-    assert lab.convergence.agrees(recorded, short) is expected

@@ -8,7 +8,8 @@ import statistics
 import pytest
 import torch
 
-from labutils.tools.bench import stability_record
+import labutils as lab
+from benchmarks import records
 from labutils.training import stability
 from labutils.training.noise import PairedDifference, paired_difference
 from tests.helpers import CPU, committed
@@ -86,17 +87,17 @@ def test_a_change_before_the_run_changes_it(runs):
 
 
 def test_the_command_writes_what_can_be_read_and_continues(runs, tmp_path, monkeypatch):
-    path = tmp_path / "record.csv"
+    path = tmp_path / "stability.csv"
     monkeypatch.setattr(stability, "ARMS", {"fp32": stability.ARMS["fp32"]})
-    options = ["--seeds", "2", "--steps", "8", "--to", str(path)]
-    stability_record.main(options)
+    options = ["stability", "--seeds", "2", "--steps", "8", "--to", str(tmp_path)]
+    records.main(options)
     facts, rows = stability.read(path)
     assert {"device", "torch", "python", "commit", "corpus", "threads", "rates"} <= facts.keys()
     assert len(stability.column(rows, "fp32", "usual", 8)) == 2
     with pytest.raises(ValueError, match="after 9 steps"):
         stability.column(rows, "fp32", "usual", 9)
     monkeypatch.setattr(stability, "run_one", None)  # nothing is trained twice
-    stability_record.main(options)
+    records.main(options)
     assert stability.read(path)[1].equals(rows)
 
 

@@ -1,13 +1,13 @@
 """What the benchmark compares: the same tokens, weights and precision, trained in several ways.
 
 An arm is a function `arm(config, stream, device)`. It trains on the micro-batches of `stream`, one
-optimizer step each, at most `config.steps`. The stream keeps the time (`worker`). To add one, write
-the function here and a line in the tables at the end of this file.
+optimizer step each, at most `config.steps`; the stream keeps the time. It returns the loss of each
+step, a mean over targets, and how it was compiled. To add one, write the function here and a row in
+ARMS.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,27 +15,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.plain_gpt import PlainGPT
 from labutils.config.schema import Config
 from labutils.techniques import precision
-from labutils.tools.bench.models import PlainGPT, hugging_face_model
 from labutils.training.loop import to_device, train
 from labutils.workload.build import build_experiment_model, build_loss, build_optimizer
+from labutils.workload.gpt2 import build_model
 
 Batch = dict[str, torch.Tensor]
-LOGGING_STEPS = 5
+Result = tuple[list[float], str]
 
 
-@dataclass(frozen=True)
-class Result:
-    """The loss of each step, a mean over targets, and how the arm was compiled."""
+def transformers_model(config: Config, device: torch.device, use_cache: bool = True) -> nn.Module:
+    """Return GPT-2 as transformers makes it by default, with weights from the config's seed.
 
-    losses: list[float]
-    compiled: str = ""
+    That is: dropout 0.1, gelu_new, a key-value cache, and the vocabulary as it is.
+    """
+    sizes = {"seq_len": config.seq_len, "seed": config.seed}
+    model = build_model(config.model, **sizes, use_cache=use_cache, attention="sdpa")
+    return model.to(device)
 
 
 def tutorial(config: Config, stream: Iterator[Batch], device: torch.device) -> Result:
     """The loop as tutorials write it, with a GradScaler for BF16 too."""
-    model = hugging_face_model(config, device)
+    model = transformers_model(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     use_amp = config.precision in ("fp16", "bf16")
     scaler = torch.amp.GradScaler(device.type) if use_amp else None
@@ -57,12 +60,12 @@ def tutorial(config: Config, stream: Iterator[Batch], device: torch.device) -> R
             optimizer.step()
         losses.append(loss.item())
         loss.item()  # for its progress bar
-    return Result(losses)
+    return losses, ""
 
 
 def corrected(config: Config, stream: Iterator[Batch], device: torch.device) -> Result:
     """The same loop without its mistakes: a scaler for FP16 only, clipping, no cache."""
-    model = hugging_face_model(config, device, use_cache=False)
+    model = transformers_model(config, device, use_cache=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     scaler = precision.grad_scaler(config.precision, device)
     losses = []
@@ -78,75 +81,20 @@ def corrected(config: Config, stream: Iterator[Batch], device: torch.device) -> 
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         del loss
-    return Result(losses)
-
-
-def trainer(config: Config, stream: Iterator[Batch], device: torch.device) -> Result:
-    """Hugging Face's Trainer, with its own optimizer and settings."""
-    # Takes seconds, and needs accelerate, which only the `bench` extra installs.
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class FromStream(Trainer):
-        def get_train_dataloader(self):
-            return torch.utils.data.DataLoader(_Batches(stream), batch_size=None)
-
-    class Keep(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **_):
-            if logs and "loss" in logs:  # the mean of the last LOGGING_STEPS steps
-                losses.extend([logs["loss"]] * LOGGING_STEPS)
-
-    losses: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            max_steps=config.steps,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type="constant",
-            max_grad_norm=config.max_grad_norm,
-            bf16=config.precision == "bf16",
-            fp16=config.precision == "fp16",
-            use_cpu=device.type == "cpu",
-            logging_steps=LOGGING_STEPS,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-        FromStream(hugging_face_model(config, device), arguments, callbacks=[Keep()]).train()
-    return Result(losses)
-
-
-class _Batches(torch.utils.data.IterableDataset):
-    def __init__(self, stream: Iterator[Batch]) -> None:
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.stream
+    return losses, ""
 
 
 def plain(config: Config, stream: Iterator[Batch], device: torch.device) -> Result:
     """A strong user's own GPT and bare loop, eager."""
     model = PlainGPT(config).to(device)
-    return Result(_bare_loop(model, model, config, stream, device))
+    return _bare_loop(model, model, config, stream, device), ""
 
 
 def plain_compiled(config: Config, stream: Iterator[Batch], device: torch.device) -> Result:
     """The same with torch.compile."""
     model = PlainGPT(config).to(device)
     losses = _bare_loop(model, torch.compile(model), config, stream, device)
-    return Result(losses, compiled="default")
-
-
-def ours_bare(config: Config, stream: Iterator[Batch], device: torch.device) -> Result:
-    """The course's model in the bare loop: what `labutils.train` costs over it."""
-    model = build_experiment_model(config, device)
-    loss_fn = build_loss(config, device, config.grad_accum_steps > 1)
-    n_targets = config.micro_batch_size * (config.seq_len - 1)
-
-    def call(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return loss_fn(model, {"input_ids": ids, "labels": ids}) / n_targets
-
-    losses = _bare_loop(model, call, config, stream, device)
-    return Result(losses, getattr(loss_fn, "report", ""))
+    return losses, "default"
 
 
 def _bare_loop(
@@ -195,55 +143,21 @@ def ours(config: Config, stream: Iterator[Batch], device: torch.device) -> Resul
         max_grad_norm=config.max_grad_norm,
         progress=False,
     )
-    return Result(record.series.loss, getattr(loss_fn, "report", ""))
-
-
-def ours_synced(config: Config, stream: Iterator[Batch], device: torch.device) -> Result:
-    """The same, but the CPU waits for the GPU before each batch, as if it read every loss."""
-
-    def synced() -> Iterator[Batch]:
-        for batch in stream:
-            torch.cuda.synchronize()
-            yield batch
-
-    return ours(config, synced(), device)
-
-
-def ours_unpinned(config: Config, stream: Iterator[Batch], device: torch.device) -> Result:
-    """The same, but batches come to the GPU from pageable memory, and targets are counted there."""
-
-    def unpinned() -> Iterator[Batch]:
-        for batch in stream:
-            yield {key: value.to(device) for key, value in batch.items()}
-
-    return ours(config, unpinned(), device)
+    return record.series.loss, getattr(loss_fn, "report", "")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A function above, the title of its row in tables, and a package that only it needs."""
+    """A function above, and the title of its row in tables."""
 
     train: Callable[[Config, Iterator[Batch], torch.device], Result]
     title: str
-    needs: str = ""
-
-    @property
-    def name(self) -> str:
-        """Its name on the command line and in saved results."""
-        return self.train.__name__
 
 
-COMPETITORS = (  # what the optimized config is compared with
-    Arm(tutorial, "tutorial loop, as written"),
-    Arm(corrected, "tutorial loop, corrected"),
-    Arm(trainer, "Hugging Face Trainer", needs="accelerate"),
-    Arm(plain, "plain GPT, bare loop"),
-    Arm(plain_compiled, "plain GPT, bare loop, compiled"),
-    Arm(ours_bare, "our model, bare loop"),
-)
-LOOP_ABLATIONS = (  # what `labutils.train` does on a GPU and no switch takes back
-    Arm(ours_synced, "CPU and GPU wait each step"),
-    Arm(ours_unpinned, "copies not pinned"),
-)
-OURS = Arm(ours, "optimized config")
-ARMS = {arm.name: arm for arm in (*COMPETITORS, *LOOP_ABLATIONS, OURS)}
+ARMS = {
+    "tutorial": Arm(tutorial, "tutorial loop, as written"),
+    "corrected": Arm(corrected, "tutorial loop, corrected"),
+    "plain": Arm(plain, "plain GPT, bare loop"),
+    "plain_compiled": Arm(plain_compiled, "plain GPT, bare loop, compiled"),
+    "ours": Arm(ours, "optimized config"),
+}

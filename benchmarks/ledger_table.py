@@ -1,4 +1,4 @@
-"""Computes the table of the exhibit `ledger`: `python -m labutils.exhibits.ledger_table`.
+"""Computes the table of the exhibit `ledger`: `python -m benchmarks.ledger_table`.
 
 A step is one micro-batch. Within a range of batch sizes each category of a phase is affine in the
 batch, so a table of such ranges ("pieces") holds every batch size from 1 to BATCHES. They are found

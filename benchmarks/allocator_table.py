@@ -1,34 +1,35 @@
-"""What torch's CUDA allocator does with many configs: the table for comparing predictions.
+"""What torch's CUDA allocator does with the configs of a table: for comparing predictions.
 
-    python -m labutils.tools.bench.allocator_table OUT.csv                      # chosen configs
-    python -m labutils.tools.bench.allocator_table OUT.csv --draw 20 --seed 1   # drawn at random
+    python -m benchmarks.allocator_table NEW.csv                # those of reference/allocator.csv
+    python -m benchmarks.allocator_table NEW.csv --of OTHER.csv
 
 Each row is three steps of `lab.train` from an empty allocator. It has the peaks of bytes allocated
 and reserved, and the smallest cap of the allocator under which the steps complete. Reserved bytes
 and caps are there for torch's default settings and for expandable segments. Only sizes count:
-weights and text do not matter. A config that has a row in OUT.csv is not run again.
+weights and text do not matter. A config is a shipped one with overrides; to add one, write a row
+with these two columns. What has a row in NEW.csv is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
+from labutils.files import REFERENCE_DIR
 from labutils.machine import here
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
 from labutils.prediction.memory import BatchSizes
 from labutils.prediction.replay import STEPS
 from labutils.techniques import precision
-from labutils.tools.bench.allocator_configs import configs, drawn
 from labutils.training.loop import train
 from labutils.workload.build import build_loss, build_optimizer, float32_model
 from labutils.workload.gpt2 import vocab_size
@@ -36,19 +37,6 @@ from labutils.workload.gpt2 import vocab_size
 CUDA = torch.device("cuda")
 FINENESS = 0.004  # of the smallest cap
 MIB = 2**20
-FIELDS = (
-    "label",
-    "config",
-    "overrides",
-    "card",
-    "torch",
-    "allocated_bytes",
-    "requested_bytes",
-    "reserved_bytes",
-    "reserved_expandable_bytes",
-    "smallest_cap_bytes",
-    "smallest_cap_expandable_bytes",
-)
 
 
 class Trials:
@@ -117,7 +105,7 @@ class Trials:
         return enough * 2 * MIB
 
 
-def row(config: Config, largest_gib: float) -> dict[str, int] | str:
+def figures_of(config: Config, largest_gib: float) -> dict[str, int] | str:
     """Return a config's figures in bytes, or why there are none."""
     support = here.support(config.precision, CUDA)
     if not support.ok:
@@ -141,60 +129,31 @@ def row(config: Config, largest_gib: float) -> dict[str, int] | str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Add rows to a table."""
-    options = _options(arguments)
+    """Run the configs of one table, and write the rows of another."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--of", type=Path, default=REFERENCE_DIR / "allocator.csv")
+    parser.add_argument("--label", default="torch's CUDA allocator", help="the first column")
+    parser.add_argument("--largest-gib", type=float, default=math.inf, help="by prediction")
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA GPU is here", file=sys.stderr)
         return 1
-    facts = {
-        "label": options.label,
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
-    done = _rows_in(options.out)
-    with options.out.open("a", newline="") as file:
-        table = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if not done:
-            table.writeheader()
-        for name, overrides in drawn(options.draw, options.seed) if options.draw else configs():
-            text = json.dumps(overrides, sort_keys=True)
-            if (name, text, facts["card"]) in done:
-                continue
-            found = row(load_config(name, **overrides).on("cuda"), options.largest_gib)
-            if isinstance(found, str):
-                print(f"{name} {text}: not run: {found}", flush=True)
-                continue
-            table.writerow(facts | {"config": name, "overrides": text} | found)
-            file.flush()
-            in_mib = {key: round(n_bytes / MIB) for key, n_bytes in found.items()}
-            print(name, text, in_mib, flush=True)
+    rows = pd.read_csv(options.new).to_dict("records") if options.new.exists() else []
+    done = {(row["config"], row["overrides"]) for row in rows}
+    for name, overrides in pd.read_csv(options.of)[["config", "overrides"]].itertuples(index=False):
+        if (name, overrides) in done:
+            continue
+        config = load_config(name, **json.loads(overrides)).on("cuda")
+        figures = figures_of(config, options.largest_gib)
+        print(name, overrides, figures, flush=True)
+        if isinstance(figures, str):  # why it did not run
+            continue
+        card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+        named = {"label": options.label, "config": name, "overrides": overrides}
+        rows.append(named | card | figures)
+        pd.DataFrame(rows).to_csv(options.new, index=False, lineterminator="\n")
     return 0
-
-
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    program = "python -m labutils.tools.bench.allocator_table"
-    parser = argparse.ArgumentParser(program, description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--draw", type=int, default=0, metavar="N", help="draw N configs instead")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--label", default="torch's CUDA allocator", help="what ran, for the first column"
-    )
-    parser.add_argument(
-        "--largest-gib",
-        type=float,
-        default=math.inf,
-        help="leave out what is predicted to need more",
-    )
-    return parser.parse_args(arguments)
-
-
-def _rows_in(path: Path) -> set[tuple[str, str, str]]:
-    """Return (config, overrides, card) of each row of a table; it need not exist."""
-    if not path.exists():
-        return set()
-    with path.open(newline="") as file:
-        return {(row["config"], row["overrides"], row["card"]) for row in csv.DictReader(file)}
 
 
 if __name__ == "__main__":

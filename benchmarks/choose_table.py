@@ -1,4 +1,4 @@
-"""Computes the table of the exhibit `choose`: `python -m labutils.exhibits.choose_table`.
+"""Computes the table of the exhibit `choose`: `python -m benchmarks.choose_table`.
 
 A row for each card and model: a config for each symptom, with its bytes and milliseconds. They are
 what `lab.fit`, `predict_memory` and `predict_time` say of one job, the shipped float32 config.
@@ -9,36 +9,33 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from labutils.config.card import CONTEXT_GIB, CPU, Card
 from labutils.config.cards import CARDS
-from labutils.config.choices import MODELS, NO_AUTOCAST, PRECISIONS
+from labutils.config.choices import PRECISIONS
 from labutils.config.reader import load_config
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config
+from labutils.exhibits.choose_data import (
+    BASE,
+    CHOSEN,
+    MODELS_ON_CARDS,
+    NO_CARD,
+    TABLE,
+    Row,
+    base_on_cpu,
+    read,
+)
 from labutils.files import write_atomically
 from labutils.prediction.fit import fit
 from labutils.prediction.memory import BatchSizes
 from labutils.prediction.time import predict_time
 
-TABLE = Path(__file__).with_name("choose.json")
-BASE = NO_AUTOCAST[0]
-NO_CARD = "none"
-CHOSEN = ("rtx3060-laptop", "rtx4060", "t4", "p100", "l4", "rtx4090", "a100", "h100")
-MODELS_ON_CARDS = [row.name for row in MODELS.values() if row.is_published]
 SYMPTOMS = ("begin", "memory", "slow", "nan")
 LESS = 0.75  # of the memory, where a job fits and memory is short all the same
 FASTER = {"activation": "gelu_tanh", "pad_vocab": True}
 SAFER_RATE = 0.5  # times the learning rate, where a loss becomes NaN
-
-Row = dict[str, dict[str, Any]]  # by symptom, and "base": "changes", "gib", "ms", "fits"
-
-
-def read() -> dict[str, dict[str, Row]]:
-    """Return {card: {model: its row}} as it is stored."""
-    return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def write(table: dict[str, dict[str, Row]]) -> None:
@@ -100,11 +97,6 @@ def recommended_on_cpu() -> Row:
     slower = {"learning_rate": SAFER_RATE * base.learning_rate}
     found = {"base": plain, "begin": plain, "memory": memory, "slow": plain}
     return found | {"nan": plain | {"changes": slower}}
-
-
-def base_on_cpu() -> Config:
-    """Return the shipped config in float32 with what `when_cpu` sets."""
-    return load_config(BASE).on(CPU.device_type)
 
 
 def less_than(gib: float, context_gib: float) -> float:

@@ -1,12 +1,8 @@
-"""The models that the arms train: Hugging Face's GPT-2 as it comes, and a GPT written plainly.
-
-All arms start from the same weights.
-"""
+"""A GPT written plainly, in the style of nanoGPT, with the weights of the course's model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,34 +11,6 @@ from torch import nn
 from labutils.config.choices import MODELS
 from labutils.config.schema import Config
 from labutils.workload.build import float32_model
-
-
-def initial_weights(config: Config) -> dict[str, torch.Tensor]:
-    """Return the weights all arms start from, by Hugging Face's names.
-
-    The vocabulary is padded if the config says so.
-    """
-    return float32_model(config.model_copy(update={"gradient_checkpointing": "none"})).state_dict()
-
-
-def hugging_face_model(config: Config, device: torch.device, **switches: Any) -> nn.Module:
-    """Return GPT-2 as transformers makes it by default, on a device, in training mode.
-
-    That is: dropout 0.1, gelu_new, a key-value cache, and the vocabulary as it is.
-    """
-    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds; few arms need it
-
-    row = MODELS[config.model]
-    n_layer, n_head, n_embd, vocab = row.n_layer, row.n_head, row.width, row.vocabulary
-    shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "vocab_size": vocab}
-    shape |= {"n_positions": max(1024, config.seq_len), "bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**shape, **switches))
-    model.loss_type = "ForCausalLM"
-    weights = initial_weights(config)
-    for name in ("transformer.wte.weight", "lm_head.weight"):
-        weights[name] = weights[name][:vocab]  # without the rows that pad the vocabulary
-    model.load_state_dict(weights)
-    return model.to(device).train()
 
 
 class Block(nn.Module):
@@ -74,7 +42,8 @@ class PlainGPT(nn.Module):
         super().__init__()
         row = MODELS[config.model]
         n_layer, n_head, width = row.n_layer, row.n_head, row.width
-        weights = initial_weights(config)
+        plain = config.model_copy(update={"gradient_checkpointing": "none"})
+        weights = float32_model(plain).state_dict()
         vocab = len(weights["transformer.wte.weight"])
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(max(1024, config.seq_len), width)

@@ -1,1 +1,0 @@
-"""Benchmarks, apart from the course: `python -m labutils bench`."""

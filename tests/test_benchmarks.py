@@ -1,0 +1,113 @@
+"""What benchmarks/ makes: arms that train the same, a comparison in turns, a slim history."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import islice
+
+import pytest
+import torch
+
+import labutils as lab
+from benchmarks import arms, bench, snapshot_record
+from benchmarks.plain_gpt import PlainGPT
+from tests.helpers import CPU
+
+SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
+
+
+@pytest.fixture(scope="module")
+def config():
+    changes = {"lr_schedule": "constant", "lr_warmup_steps": 0, "steps": 4}
+    return lab.load_config("optimized", **SMALL, **changes).on("cpu")
+
+
+def stream(config):
+    """Four micro-batches, then the end."""
+    blocks = lab.sequences(config.seq_len)
+    return islice(lab.batches(blocks, config.micro_batch_size, 0), 4)
+
+
+def test_the_plain_gpt_is_the_same_function_with_the_same_gradients(config):
+    batch = next(stream(config))
+    plain = PlainGPT(config)
+    ours = lab.build_model(dropout=0.0, seed=config.seed, pad_vocab=True)
+    targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    loss = plain(batch["input_ids"], targets)
+    expected = lab.lm_loss_sum(ours, batch) / lab.count_targets(batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward(), expected.backward()
+    gradient = plain.blocks[1].up.weight.grad
+    same = ours.transformer.h[1].mlp.c_fc.weight.grad.T
+    torch.testing.assert_close(gradient, same, rtol=1e-4, atol=1e-6)
+
+
+def test_arms_train_alike(config):
+    expected, _ = arms.ours(config, stream(config), CPU)
+    assert len(expected) == 4 and expected[-1] < expected[0]
+    losses, _ = arms.plain(config, stream(config), CPU)
+    assert losses == pytest.approx(expected, abs=0.01)  # other weight decay
+    for arm in (arms.tutorial, arms.corrected):  # Hugging Face's defaults drop out a tenth
+        losses, _ = arm(config, stream(config), CPU)
+        assert losses[0] == pytest.approx(expected[0], abs=0.05)
+
+
+def test_two_arms_are_compared_in_turns(runs, capsys):
+    small = ["seq_len=32", "micro_batch_size=2", "compile=off"]
+    few = ["--warmup", "2", "--blocks", "2", "--steps", "4"]
+    assert bench.main(["--arms", "plain", "--set", *small, *few]) == 0
+    printed = capsys.readouterr().out
+    assert "plain GPT, bare loop" in printed and "MFU is of" in printed
+    (path,) = runs.glob("bench-arms-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["plain", "ours"]
+    for row in rows:
+        assert len(row["tokens_per_s"]) == 2 and min(row["tokens_per_s"]) > 0
+        assert len(row["losses"]) == 2 + 2 * 4 + bench.PEAK_STEPS
+    n_params = sum(p.numel() for p in lab.build_model().parameters())
+    assert rows[1]["peak_bytes"] > 12 * n_params  # weights and two moments
+
+
+def test_an_arm_that_fails_is_a_row_with_its_reason(config, monkeypatch):
+    rows = [bench.Row("bad", "no_such_arm", config), bench.Row("ours", "ours", config)]
+    bench.run(rows, warmup=1, blocks=1, steps=2)
+    assert "no_such_arm" in rows[0].failed and rows[1].facts
+    assert "not run: KeyError" in bench.table(rows, CPU)
+    monkeypatch.setattr(bench, "PATIENCE_S", 0.1)  # importing torch takes longer
+    late = [bench.Row("ours", "ours", config)]
+    bench.run(late, warmup=1, blocks=1, steps=2)
+    assert late[0].failed == "no answer for 0.1 s"
+    with pytest.raises(SystemExit):
+        bench.main(["--arms", "no_such_arm"])
+
+
+def test_a_slim_history_has_the_same_bytes_and_no_path_of_the_machine(tmp_path):
+    frames = [
+        {"name": "at::_ops::empty::call(long)", "filename": "??", "line": 0},
+        {"name": "c10::Allocator", "filename": "??", "line": 0},
+        {"name": "step", "filename": "/home/me/lib/site-packages/torch/optim/adam.py", "line": 7},
+        {"name": "<module>", "filename": "/home/me/train.py", "line": 3},
+    ]
+    place = {"addr": 4096, "size": 512, "stream": 0, "time_us": 5}
+    events = [
+        {"action": "alloc", **place, "frames": frames},
+        {"action": "free_requested", **place, "frames": frames},
+        {"action": "free_completed", **place, "frames": frames},
+    ]
+    history = {"segments": [], "device_traces": [events]}
+    slim = snapshot_record.slim(history)
+    assert "/home" not in str(slim) and snapshot_record.slim(slim) == slim
+    told = [(frame["name"], frame["filename"]) for frame in slim["device_traces"][0][0]["frames"]]
+    operation = ("at::_ops::empty::call()", "C++")
+    assert told == [operation, ("step", "torch/optim/adam.py"), ("<module>", "train.py")]
+    (tmp_path / "slim.pickle").write_bytes(pickle.dumps(slim))
+    assert sum(lab.snapshot.load(tmp_path / "slim.pickle").at_peak().values()) == 512
+
+
+@pytest.mark.gpu
+def test_a_history_is_recorded_on_a_gpu(tmp_path):
+    snapshot_record.main(str(tmp_path))
+    (path,) = tmp_path.glob("snapshot-gpt2-nano-*.pickle")
+    assert sum(lab.snapshot.load(path).at_peak().values()) > 10 * 2**20
+    assert path.stat().st_size < 200_000
