@@ -7,7 +7,6 @@ import pytest
 
 import labutils as lab
 from benchmarks import records
-from labutils.training.noise import paired_difference
 from tests.helpers import CPU
 
 

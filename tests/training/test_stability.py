@@ -8,7 +8,6 @@ import statistics
 import pytest
 import torch
 
-import labutils as lab
 from benchmarks import records
 from labutils.training import stability
 from labutils.training.noise import PairedDifference, paired_difference
