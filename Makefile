@@ -64,7 +64,7 @@ readme: $(VENV)/installed
 	$(BIN)/python benchmarks/readme_figure.py
 
 configs: $(VENV)/installed
-	$(BIN)/python -m labutils.tools.configs
+	$(BIN)/python -m benchmarks.configs
 
 exhibits: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ledger_table $(AGAIN)
