@@ -1,6 +1,5 @@
-# PYTHON_ARGCOMPLETE_OK
 """`python -m labutils`: what the installed command `labutils` does."""
 
-from labutils.tools.cli import start
+from labutils.cli import start
 
 raise SystemExit(start())

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -37,12 +36,9 @@ MOST_BYTES = {"RLIMIT_DATA": 6 * 2**30, "RLIMIT_FSIZE": 2**30, "RLIMIT_NPROC": 4
 LOOK = "look at this: "
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the check of one exercise was given, apart from the answer, and what it said."""
-
-    verdict: str  # "right", "wrong: …" with the misconception, "open", or "look at this: …"
-    arguments: str = ""
+# {exercise: (verdict, the check's other arguments)}. A verdict is "right", "wrong: …" with the
+# misconception, "open", or "look at this: …" with the reason.
+Answers = dict[str, tuple[str, str]]
 
 
 def grade_folder(
@@ -76,8 +72,11 @@ def grade_folder(
         place = path.relative_to(folder)
         student = place.parts[0] if len(place.parts) > 1 else place.stem
         row = rows.setdefault(student, {})
-        for exercise, ours in answers[own[path]].items():
-            verdict = _verdict(answers[path].get(exercise), ours)
+        for exercise, (_, our_arguments) in answers[own[path]].items():
+            not_called = f"{LOOK}its check was not called", our_arguments
+            verdict, arguments = answers[path].get(exercise, not_called)
+            if arguments != our_arguments and not verdict.startswith(LOOK):
+                verdict = f"{LOOK}its check was called with other arguments than the course's"
             if row.get(exercise) != "right":
                 row[exercise] = verdict
     scores = pd.DataFrame.from_dict(rows, orient="index").rename_axis("student")
@@ -85,14 +84,6 @@ def grade_folder(
     scores.to_csv(out / "scores.csv")
     _misconceptions(scores).to_csv(out / "misconceptions.csv", index=False)
     return scores
-
-
-def _verdict(theirs: Answer | None, ours: Answer) -> str:
-    if theirs is None:
-        return f"{LOOK}its check was not called"
-    if theirs.arguments != ours.arguments and not theirs.verdict.startswith(LOOK):
-        return f"{LOOK}its check was called with other arguments than the course's"
-    return theirs.verdict
 
 
 def _misconceptions(scores: pd.DataFrame) -> pd.DataFrame:
@@ -117,18 +108,15 @@ def _exercises(path: Path) -> set[str]:
 # ---- running
 
 
-def _run_all(
-    paths: Sequence[Path], store: Path, timeout: float, jobs: int
-) -> dict[Path, dict[str, Answer]]:
-    """Return {notebook: {exercise: answer}}; what has run already is read from `store`."""
+def _run_all(paths: Sequence[Path], store: Path, timeout: float, jobs: int) -> dict[Path, Answers]:
+    """Return the answers in each notebook; what has run already is read from `store`."""
     keys = {}
     for path in paths:
         keys[path] = hashlib.sha256(path.read_bytes() + code_version().encode()).hexdigest()
-    answers: dict[str, dict[str, Answer]] = {}
+    answers: dict[str, Answers] = {}
     if store.exists():
         for line in store.read_text(encoding="utf-8").splitlines():
-            kept = json.loads(line)
-            answers[kept["key"]] = {name: Answer(**a) for name, a in kept["answers"].items()}
+            answers |= json.loads(line)
     open_paths = {keys[path]: path for path in paths if keys[path] not in answers}
     store.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(jobs, get_context("spawn"), _limit) as pool:
@@ -138,8 +126,7 @@ def _run_all(
             for run in progress:
                 key = runs[run]
                 answers[key] = run.result()
-                plain = {name: vars(answer) for name, answer in answers[key].items()}
-                print(json.dumps({"key": key, "answers": plain}), file=file, flush=True)
+                print(json.dumps({key: answers[key]}), file=file, flush=True)
     return {path: answers[key] for path, key in keys.items()}
 
 
@@ -155,8 +142,8 @@ def _limit() -> None:
         resource.setrlimit(getattr(resource, name), (limit, hard))
 
 
-def answers_of(path: Path, timeout: float) -> dict[str, Answer]:
-    """Run a notebook without its slow cells and return {exercise: answer}.
+def answers_of(path: Path, timeout: float) -> Answers:
+    """Run a notebook without its slow cells and return its answers.
 
     A cell that takes longer than `timeout` seconds, or that ends its kernel, is left out and the
     notebook runs once more, so that one answer does not cost the others.
@@ -164,29 +151,26 @@ def answers_of(path: Path, timeout: float) -> dict[str, Answer]:
     try:
         notebook = read_notebook(path)
     except ConfigError as error:
-        return {name: Answer(f"{LOOK}{error}") for name in _exercises(path)}
+        print(error)
+        return {}
     left_out: dict[int, str] = {}
     for _ in range(1 + len(notebook.cells)):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             stopped = _run(notebook, Path(folder), timeout)
-            lines = _lines(Path(folder) / "verdicts")
+            verdicts = _read(Path(folder) / "verdicts")
         if stopped is None:
             break
         number, why = stopped
         left_out[number] = why
         notebook.cells[number].metadata["tags"] = [SLOW]
-    answers = {}
+    answers: Answers = {}
     for number, cell in enumerate(notebook.cells):
-        names = CALL.findall(cell.source) if cell.cell_type == "code" else []
-        for name in names:
-            errors = [o for o in cell.get("outputs", []) if o.output_type == "error"]
-            why = f"its cell raised {errors[0].ename}: {errors[0].evalue}" if errors else ""
-            why = left_out.get(number, why)
-            if why:
-                answers[name] = Answer(LOOK + why)
-    for line in lines:
-        answers[line["exercise"]] = Answer(line["verdict"], line["arguments"])
-    return answers
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                left_out.setdefault(number, f"its cell raised {output.ename}: {output.evalue}")
+        if number in left_out:
+            answers |= {name: (LOOK + left_out[number], "") for name in CALL.findall(cell.source)}
+    return answers | verdicts
 
 
 def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple[int, str] | None:
@@ -223,13 +207,12 @@ def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple
     return None
 
 
-def _lines(path: Path) -> list[dict[str, str]]:
+def _read(path: Path) -> Answers:
     """Return what the checks wrote; a line that is not theirs is left out."""
-    lines = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    ):
-        with suppress(ValueError, KeyError, TypeError):
-            verdict = json.loads(line)
-            lines.append({key: str(verdict[key]) for key in ("exercise", "verdict", "arguments")})
-    return lines
+    verdicts: Answers = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                written = json.loads(line)
+                verdicts[str(written["exercise"])] = str(written["verdict"]), written["arguments"]
+    return verdicts

@@ -14,6 +14,7 @@ import torch
 
 import labutils as lab
 from benchmarks.allocator_table import Trials
+from labutils.cli import main
 from labutils.config.choices import CHECKPOINTING
 from labutils.files import runs_dir
 from labutils.machine import gpu as device
@@ -26,7 +27,6 @@ from labutils.memory.transfer import copy_gb_per_s
 from labutils.prediction import calibrate, calibrate_gpu, replay
 from labutils.techniques import precision
 from labutils.techniques.schedule import learning_rate_at
-from labutils.tools.cli import main
 from labutils.training import planned, profiles
 from labutils.training.loop import to_device
 from labutils.training.records import load_record

@@ -29,17 +29,11 @@ FLOORS = [
     "pages",
     "grade",
     "tools",
+    "cli",
 ]
 ALONE = "checks"  # imports torch only
 ON_REQUEST = ("__init__.py", "__main__.py")  # the facade loads on first use
-MAY_IMPORT_LATE = (  # the command line, which must answer at once
-    "tools/cli.py",
-    "tools/commands.py",
-    "tools/commands_grade.py",
-    "tools/commands_grade.py",
-    "tools/commands_predict.py",
-    "tools/commands_runs.py",
-)
+MAY_IMPORT_LATE = ("cli.py",)  # the command line, which must answer at once
 
 
 def floor_of(path: Path) -> str:

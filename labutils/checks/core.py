@@ -11,9 +11,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,50 +24,25 @@ VERDICTS = "LABUTILS_VERDICTS"  # names a file: each verdict is appended to it, 
 
 
 class Right(str):
-    """What a judge returns for a right answer about which there is something to say.
-
-    `share` is the part of the points that it earns, from 0 to 1.
-    """
-
-    share: float = 1.0
-
-    def __new__(cls, remark: str, share: float = 1.0) -> Right:
-        self = super().__new__(cls, remark)
-        self.share = share
-        return self
-
-
-class Partly(str):
-    """The problem of an answer that passes some of a check's steps; `share` is their part."""
-
-    share: float = 0.0
-
-    def __new__(cls, problem: str, share: float) -> Partly:
-        self = super().__new__(cls, problem)
-        self.share = share
-        return self
+    """What a judge returns for a right answer about which there is something to say."""
 
 
 def first_problem(*steps: Callable[[], str | None]) -> str | None:
     """Take the steps of a check in order, up to the first that finds a problem, and return it."""
-    for n_passed, step in enumerate(steps):
+    for step in steps:
         if problem := step():
-            return Partly(problem, n_passed / len(steps))
+            return problem
     return None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one answer: open, right (`problem` is None), or not yet right.
-
-    `share` is the part of the points that it earns, from 0 to 1.
-    """
+    """What became of one answer: open, right (`problem` is None), or not yet right."""
 
     exercise: str
     is_open: bool
     problem: str | None = None
     remark: str = ""
-    share: float = 0.0
 
     def __str__(self) -> str:
         if self.is_open:
@@ -77,24 +50,6 @@ class Verdict:
         if self.problem is None:
             return f"Right. {self.remark}".strip()
         return f"Not yet: {self.problem}"
-
-
-# The list that collects verdicts; None, as in a notebook, prints them instead.
-_collected: ContextVar[list[Verdict] | None] = ContextVar("collected", default=None)
-
-
-@contextmanager
-def collect_verdicts() -> Iterator[list[Verdict]]:
-    """Collect verdicts in the list, which the checks inside print no longer.
-
-    What an answer raises is raised here: whoever collects decides what it means.
-    """
-    verdicts: list[Verdict] = []
-    token = _collected.set(verdicts)
-    try:
-        yield verdicts
-    finally:
-        _collected.reset(token)
 
 
 def exercise(
@@ -118,9 +73,8 @@ def exercise(
                 found = _problem(functools.partial(judge, *given.args))
             is_right = found is None or isinstance(found, Right)
             problem, remark = (None, found or "") if is_right else (found, "")
-            share = getattr(found, "share", float(is_right)) if answer is not None else 0.0
-            verdict = Verdict(judge.__name__, answer is None, problem, remark, share)
-            _tell(verdict)
+            verdict = Verdict(judge.__name__, answer is None, problem, remark)
+            print(verdict)
             _write(verdict, list(given.arguments.values())[:-1])
 
         check.__signature__ = signature.replace(return_annotation=None)
@@ -134,17 +88,7 @@ def _problem(judge: Callable[[], str | None]) -> str | None:
     try:
         return judge()
     except Exception as error:  # whatever the reader's answer raises is the verdict
-        if _collected.get() is not None:
-            raise
         return f"it raised {type(error).__name__}: {error}"
-
-
-def _tell(verdict: Verdict) -> None:
-    collected = _collected.get()
-    if collected is None:
-        print(verdict)
-    else:
-        collected.append(verdict)
 
 
 def _write(verdict: Verdict, given: Sequence[object]) -> None:

@@ -259,11 +259,10 @@ class Activation:
     name: str
     help: str
     in_transformers: str
-    is_fused: bool
 
 
 ACTIVATIONS = Rows(
     "activations",
-    Activation("gelu_new", "many small kernels", "gelu_new", is_fused=False),
-    Activation("gelu_tanh", "the same function, fused", "gelu_pytorch_tanh", is_fused=True),
+    Activation("gelu_new", "many small kernels", "gelu_new"),
+    Activation("gelu_tanh", "the same function, fused", "gelu_pytorch_tanh"),
 )

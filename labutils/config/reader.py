@@ -25,7 +25,7 @@ from labutils.config.yaml_source import (
     scalar,
     unknown_key,
 )
-from labutils.files import CONFIGS_DIR, program
+from labutils.files import CONFIGS_DIR
 
 MANY_KEYS = 3  # more that are missing share a line
 
@@ -91,8 +91,8 @@ def _report_missing(keys: list[str], source: Source) -> None:
     names = ", ".join(f"`{key}`" for key in keys[:MANY_KEYS])
     source.add(
         None,
-        f"{len(keys)} keys are missing, such as {names}; a config is complete: "
-        f"`{program()} new NAME` copies one to edit",
+        f"{len(keys)} keys are missing, such as {names}; a config is complete "
+        "(see configs/fp32_config.yaml: copy that file and edit it)",
     )
 
 

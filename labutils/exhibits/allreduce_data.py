@@ -17,8 +17,8 @@ from labutils.config.choices import MODELS
 from labutils.exhibits.number_data import described
 from labutils.plotting import curves
 from labutils.prediction.arithmetic import n_parameters
-from labutils.techniques.float_formats import BF16, FP16, FP32
 from labutils.techniques.loss import count_targets, lm_loss_sum
+from labutils.techniques.numerics import BF16, FP16, FP32
 from labutils.training.exchange import exchanged_mean
 from labutils.training.gradients import compare_gradients, window_gradient
 from labutils.workload.data import batches, sequences

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from labutils.memory.tensors import flat_gradient
-from labutils.techniques.float_formats import FP16
 from labutils.techniques.loss import count_targets, lm_loss_sum
+from labutils.techniques.numerics import FP16
 from labutils.training.loop import train
 from labutils.workload.data import batches, sequences
 from labutils.workload.gpt2 import build_model

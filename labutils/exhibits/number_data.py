@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labutils.techniques.float_formats import E4M3, E5M2, FORMATS, FloatFormat, rounded
+from labutils.techniques.numerics import E4M3, E5M2, FORMATS, FloatFormat, rounded
 
 NUMBER_FORMATS = (*FORMATS, E4M3, E5M2)
 

@@ -35,7 +35,7 @@ from labutils.plotting import (
     timeline,
 )
 from labutils.prediction.memory import predict_memory
-from labutils.techniques.float_formats import (
+from labutils.techniques.numerics import (
     BF16,
     FP16,
     fp16_fate,

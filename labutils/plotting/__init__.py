@@ -5,7 +5,7 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 
 from __future__ import annotations
 
-from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto, pareto_front
+from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.ladder import guess_line, ladder
@@ -15,7 +15,6 @@ from labutils.plotting.numbers import (
     bars_beside,
     curves,
     heat_map,
-    rates,
     reconcile,
     steps,
     strips,
@@ -74,11 +73,9 @@ __all__ = [
     "losses_by_seed",
     "mark_guess",
     "pareto",
-    "pareto_front",
     "peaks",
     "predicted_times",
     "ranges",
-    "rates",
     "reconcile",
     "relative_spacing",
     "roofline",

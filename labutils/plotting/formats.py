@@ -20,7 +20,7 @@ from labutils.plotting.style import (
     YELLOW,
     new_axis,
 )
-from labutils.techniques.float_formats import FORMATS, FP16, FloatFormat
+from labutils.techniques.numerics import FORMATS, FP16, FloatFormat
 
 
 def bit_layout(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None) -> Axes:

@@ -12,8 +12,8 @@ from labutils.plotting.style import BLACK, PURPLE, SKY, VERMILION
 from labutils.training.ladder import Row
 
 
-def ladder(rows: Mapping[str, Row], on_card: Mapping[str, Row], card: str = "A100") -> np.ndarray:
-    """Draw the measured peaks here, marked with the predicted ones, and those predicted on a card.
+def ladder(rows: Mapping[str, Row], on_card: Mapping[str, Row]) -> np.ndarray:
+    """Draw the measured peaks here, marked with the predicted ones, and those predicted on an A100.
 
     A row that was not measured says "not here". Returns the two axes.
     """
@@ -22,7 +22,7 @@ def ladder(rows: Mapping[str, Row], on_card: Mapping[str, Row], card: str = "A10
     here = [rows[name].measured_mib for name in names]
     there = [on_card[name].predicted_mib for name in names]
     _bars(axes[0], here, names, "peak here, MiB")
-    _bars(axes[1], there, [""] * len(names), f"predicted peak on an {card}, MiB")
+    _bars(axes[1], there, [""] * len(names), "predicted peak on an A100, MiB")
     predicted = [rows[name].predicted_mib for name in names]
     ys = [y for y, value in enumerate(predicted) if value is not None]
     marks = [predicted[y] for y in ys]
@@ -52,9 +52,9 @@ def _bars(ax: Axes, values: Sequence[float | None], names: Sequence[str], xlabel
     ax.set_xlabel(xlabel)
 
 
-def guess_line(ax: Axes, value: float | None, label: str = "your guess") -> Axes:
+def guess_line(ax: Axes, value: float | None) -> Axes:
     """Mark a guess on the x axis with a line of its own; None draws nothing."""
     if value is not None:
-        ax.axvline(value, color=PURPLE, ls="-.", label=label)
+        ax.axvline(value, color=PURPLE, ls="-.", label="your guess")
         ax.legend(frameon=False)
     return ax

@@ -1,4 +1,4 @@
-"""Numbers of any kind: guess beside measurement, curves, rates, and a table in colours."""
+"""Numbers of any kind: guess beside measurement, curves, and a table in colours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from labutils.plotting.style import BLACK, COLORS, MARKERS, line_look, new_axis, place_of
+from labutils.plotting.style import BLACK, COLORS, MARKERS, line_look, new_axis
 
 # Ticks of a decade, where little more than one factor is drawn.
 MANY_TICKS = (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
@@ -171,23 +171,6 @@ def strips(rows: Mapping[str, Sequence[float]], xlabel: str, ax: Axes | None = N
     ax.invert_yaxis()
     ax.margins(y=0.2)
     ax.set_xlabel(xlabel)
-    return ax
-
-
-def rates(by_name: Mapping[str, Mapping[int, float]], ax: Axes | None = None) -> Axes:
-    """Draw {name: {n: GFLOP/s of an n×n product}} on log axes."""
-    ax = new_axis(ax)
-    sizes: set[int] = set()
-    for position, (name, by_size) in enumerate(by_name.items()):
-        look = line_look(place_of(name, position))
-        ax.plot(list(by_size), list(by_size.values()), **look, label=name)
-        sizes |= by_size.keys()
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(sorted(sizes), sorted(sizes))
-    ax.set_xlabel("n of an n×n product")
-    ax.set_ylabel("GFLOP/s")
-    ax.legend(frameon=False)
     return ax
 
 

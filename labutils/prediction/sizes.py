@@ -52,14 +52,13 @@ def longest_sequence(
     device: str | torch.device | Card = "a100",
     *,
     unit: int = 1024,
-    limit: int = 32768,
 ) -> int:
     """Return the longest sequence, in tokens, of which one fits: a multiple of `unit`, or 0.
 
-    At most `limit`, which a config may name. One ledger answers for each length that is tried: the
+    At most 32768, which a config may name. One ledger answers for each length that is tried: the
     interval between a length that fits and one that does not is halved until it is one unit.
     """
-    low, high = 0, limit // unit + 1  # in units: `low` fits, `high` does not
+    low, high = 0, 32768 // unit + 1  # in units: `low` fits, `high` does not
     while high - low > 1:
         middle = (low + high) // 2
         tokens = middle * unit

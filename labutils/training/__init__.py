@@ -1,1 +1,8 @@
 """Runs, and what they leave."""
+
+import pkgutil
+
+import lazy_loader
+
+modules = {module.name for module in pkgutil.iter_modules(__path__)}
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, modules)

@@ -144,8 +144,3 @@ def read_record(path: Path = RECORD) -> LongRecord:
             key, _, value = line[2:].partition(": ")
             facts[key] = value
     return LongRecord(facts, pd.read_csv(path, comment="#"))
-
-
-def agrees(short: PairedDifference, recorded: PairedDifference) -> bool:
-    """Return whether the two 95 % intervals overlap, so that both can have the same true mean."""
-    return short.low <= recorded.high and recorded.low <= short.high

@@ -18,14 +18,11 @@ from labutils.machine import here
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction.memory import predict_memory
 from labutils.training.experiment import run_experiment
-from labutils.training.noise import CANNOT_TELL, PairedDifference, paired_ratio
 from labutils.training.records import RunRecord
 from labutils.training.speed import UNTIMED_STEPS
 
 SLOW_STEPS = 2  # of a precision that this device emulates: its bytes are asked for, not its speed
 NOTHING = 0.005  # of the peak: less is called nothing
-WORTH_TELLING = 1.05  # times as long: what changes a step's time by less is of no interest
-SPEED_WORDS = {"larger": "slower", "smaller": "faster", CANNOT_TELL: CANNOT_TELL}
 
 
 @dataclass
@@ -154,48 +151,24 @@ def stopwatch(batches: Iterable[Any], step_ms: list[float]) -> Iterator[Any]:
         step_ms.append(1000 * (time.perf_counter() - begin))
 
 
-def tokens_per_s(row: Row, device_type: str) -> float | None:
-    """Return the tokens per second of a row by its median step, or None if it was not timed."""
-    if not row.step_ms:
-        return None
-    tokens = row.config.on(device_type).tokens_per_step
-    return 1000 * tokens / statistics.median(row.step_ms)
-
-
-def speed_change(
-    rows: Mapping[str, Row], name: str, noise: tuple[list[float], list[float]] | tuple[()] = ()
-) -> PairedDifference | None:
-    """Return the ms of a row's steps, × those of the row above; None if not timed.
-
-    `noise` are two series of one and the same row.
-    """
-    row = rows[name]
-    before = rows[row.above].step_ms if row.above else []
-    if not before or len(before) != len(row.step_ms):
-        return None
-    return paired_ratio(before, row.step_ms, noise, worth_telling=WORTH_TELLING)
-
-
-def saved_mib(rows: Mapping[str, Row], name: str, *, predicted: bool = False) -> float | None:
+def saved_mib(rows: Mapping[str, Row], name: str) -> float | None:
     """Return what a row saves of the peak of the row above, in MiB; None if not known."""
     row = rows[name]
     if row.above is None:
         return None
     pair = [rows[row.above], row]
-    peaks = [one.predicted_mib if predicted else one.measured_mib for one in pair]
+    peaks = [one.measured_mib for one in pair]
     return None if None in peaks else peaks[0] - peaks[1]
 
 
-def without_effect(rows: Mapping[str, Row], *, predicted: bool = False) -> list[str]:
+def without_effect(rows: Mapping[str, Row]) -> list[str]:
     """Return the names of the rows that save less than NOTHING of the peak above."""
     names = []
     for name, row in rows.items():
-        saved = saved_mib(rows, name, predicted=predicted)
+        saved = saved_mib(rows, name)
         if saved is None:
             continue
-        above = rows[row.above]
-        peak = above.predicted_mib if predicted else above.measured_mib
-        if abs(saved) < NOTHING * peak:
+        if abs(saved) < NOTHING * rows[row.above].measured_mib:
             names.append(name)
     return names
 

@@ -95,14 +95,14 @@ def mean_and_times(
     return mean_by_ddp(gradients, dtypes), *overlap_times(n_pairs)
 
 
-def overlap_times(n_pairs: int, bucket_mib: float = 1) -> tuple[list[float], list[float]]:
+def overlap_times(n_pairs: int) -> tuple[list[float], list[float]]:
     """Return the ms of n_pairs backward passes with the exchange inside, and with it at the end.
 
     For `in_processes`. The model is `gpt2-nano`. Both kinds exchange the same buckets' bytes; they
     take turns, and one pass of each is left out.
     """
     model = build_model("gpt2-nano", dropout=0.0)
-    parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=1)
     ids = torch.arange(4 * 128).view(4, 128) % 251
     batch = {"input_ids": ids, "labels": ids}
     times: tuple[list[float], list[float]] = ([], [])

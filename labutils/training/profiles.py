@@ -60,15 +60,14 @@ def _record(call: Callable[[], object], device: torch.device, n: int, **options)
     return found
 
 
-def own_ms(found: profile, device: torch.device, shape: tuple[int, ...] = ()) -> dict[str, tuple]:
+def own_ms(found: profile, device: torch.device) -> dict[str, tuple]:
     """Return {operation: (ms of its own, calls)}, largest first.
 
     On a GPU the time is that of the operation's kernels. Kernels and the profiler's own
-    annotations are listed by torch as well: they are left out, so no time counts twice. With a
-    `shape` only operations count whose first input has it.
+    annotations are listed by torch as well: they are left out, so no time counts twice.
     """
     by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    return _sums(found, by, 1e-3, shape)
+    return _sums(found, by, 1e-3)
 
 
 def own_mib(found: profile, device: torch.device) -> dict[str, tuple]:
@@ -77,17 +76,15 @@ def own_mib(found: profile, device: torch.device) -> dict[str, tuple]:
     The profile needs `memory=True`.
     """
     by = "self_device_memory_usage" if device.type == "cuda" else "self_cpu_memory_usage"
-    return _sums(found, by, 2**-20, ())
+    return _sums(found, by, 2**-20)
 
 
-def _sums(found: profile, by: str, unit: float, shape: tuple[int, ...]) -> dict[str, tuple]:
+def _sums(found: profile, by: str, unit: float) -> dict[str, tuple]:
     sums: dict[str, tuple[float, int]] = {}
-    for event in found.key_averages(group_by_input_shape=bool(shape)):
+    for event in found.key_averages():
         if event.device_type != torch.autograd.DeviceType.CPU or event.is_user_annotation:
             continue
         if event.key.startswith("ProfilerStep"):
-            continue
-        if shape and not (event.input_shapes and tuple(event.input_shapes[0]) == shape):
             continue
         name = event.key.removeprefix("aten::")
         value, calls = sums.get(name, (0.0, 0))
@@ -95,15 +92,15 @@ def _sums(found: profile, by: str, unit: float, shape: tuple[int, ...]) -> dict[
     return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
 
 
-def ms_by_kind(own: Mapping[str, tuple[float, int]], n: int = 1) -> dict[str, float]:
-    """Return {kind of operation: ms of one of `n` calls} from what `own_ms` returns.
+def ms_by_kind(own: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """Return {kind of operation: ms} from what `own_ms` returns.
 
     Kinds are those of `prediction.work`. What only looks at memory anew counts as elementwise.
     """
     found: dict[str, float] = {}
     for name, (ms, _) in own.items():
         kind = kind_of(name)
-        found[kind] = found.get(kind, 0.0) + ms / n
+        found[kind] = found.get(kind, 0.0) + ms
     return found
 
 
@@ -130,9 +127,9 @@ def tensor_core_share(kernels: Mapping[str, float]) -> float | None:
     return found / whole
 
 
-def clock_ms(call: Callable[[], object], device: torch.device, n: int = 7) -> list[float]:
-    """Return the milliseconds of `n` calls after one that is left out; nothing is recorded."""
-    return alternate({"call": call}, n, device)["call"]
+def clock_ms(call: Callable[[], object], device: torch.device) -> list[float]:
+    """Return the milliseconds of 7 calls after one that is left out; nothing is recorded."""
+    return alternate({"call": call}, 7, device)["call"]
 
 
 def save_trace(found: profile, name: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from labutils.config.yaml_source import did_you_mean
-from labutils.files import REFERENCE_DIR, program, runs_dir, write_atomically
+from labutils.files import program, runs_dir, write_atomically
 from labutils.memory.ledger import FROZEN, MemoryLedger
 
 RECORD_VERSION = 1
@@ -196,15 +196,3 @@ def find_equal(record: RunRecord) -> RunRecord | None:
     ]
     fits = [r for r in fits if r.repeat == record.repeat]
     return fits[-1] if fits else None
-
-
-def reference_runs(name: str) -> list[RunRecord]:
-    """Return the recorded runs of the named experiment on named hardware; an empty list if none is
-    recorded yet.
-    """
-    records = [
-        load_record(path)
-        for path in sorted(REFERENCE_DIR.glob("*.json"))
-        if "snapshot" not in path.name
-    ]
-    return [record for record in records if record.name == name]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import pandas as pd
 import torch
 
 from labutils.config.choices import SIXTEEN_BIT, WITH_BF16, WITHOUT_BF16
@@ -82,45 +80,3 @@ def predict(rows: Mapping[str, Row], device: torch.device | str) -> dict[str, fl
             row.ledger = predict_memory(row.config, device)
             step_ms[name] = predict_time(row.config, device).step_ms
     return step_ms
-
-
-def table(
-    rows: Mapping[str, Row],
-    cards: Mapping[str, tuple[Mapping[str, Row], Mapping[str, float]]],
-    noise: tuple = (),
-) -> pd.DataFrame:
-    """Return a table of texts: MiB and ms, measured here and predicted for each of `cards`.
-
-    `cards` has {name: what `plan` and `predict` returned for it}. `time` says whether a row's steps
-    differ from AS_IT_IS by more than the noise. A dash is what is not there.
-    """
-    names = dict.fromkeys(rows)
-    for card_rows, _ in cards.values():
-        names |= dict.fromkeys(card_rows)
-    lines = []
-    for name in names:
-        row = rows.get(name)
-        line = {"technique": name} | _measured(rows, name, noise)
-        line["here, predicted"] = _text(row.predicted_mib if row else None, ",.1f")
-        for card, (card_rows, card_ms) in cards.items():
-            there = card_rows.get(name)
-            line[f"{card} MiB"] = _text(there.predicted_mib if there else None, ",.0f")
-            line[f"{card} ms"] = _text(card_ms.get(name), ",.0f")
-        lines.append(line)
-    return pd.DataFrame(lines).set_index("technique")
-
-
-def _measured(rows: Mapping[str, Row], name: str, noise: tuple) -> dict[str, str]:
-    row = rows.get(name)
-    if row is None:
-        return {"MiB": "–", "ms": "–", "time": "–"}
-    change = ladder.speed_change(rows, name, noise)
-    return {
-        "MiB": _text(row.measured_mib, ",.1f"),
-        "ms": _text(statistics.median(row.step_ms) if row.step_ms else None, ",.0f"),
-        "time": ladder.SPEED_WORDS[change.verdict] if change else "–",
-    }
-
-
-def _text(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -319,7 +319,7 @@ def test_schema_file_equals_the_model():
 
 
 def test_check_needs_no_torch():
-    code = "import sys, labutils.tools.cli as c; assert c.main(['check', 'bf16']) == 0 and 'torch' not in sys.modules"
+    code = "import sys, labutils.cli as c; assert c.main(['check', 'bf16']) == 0 and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

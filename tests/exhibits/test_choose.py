@@ -14,11 +14,11 @@ from benchmarks.choose_table import (
     recommended,
     recommended_on_cpu,
 )
+from labutils import cli
 from labutils.config.card import CPU
 from labutils.config.reader import load_config
 from labutils.config.resolve import resolve
 from labutils.exhibits.choose_data import BASE, CHOSEN, MODELS_ON_CARDS, NO_CARD, read
-from labutils.tools import cli
 
 STALE = "the table is out of date: make exhibits AGAIN=--again"
 ALL = """

@@ -13,6 +13,7 @@ from selenium.webdriver.support.ui import Select
 
 import labutils as lab
 from benchmarks.ledger_table import grid_point, phases_of, pieces, sizes_of, standing
+from labutils import cli
 from labutils.config.reader import parse_overrides
 from labutils.exhibits.ledger_data import START, peaks_at
 from labutils.exhibits.ledger_switches import (
@@ -29,7 +30,6 @@ from labutils.exhibits.ledger_switches import (
 )
 from labutils.memory.ledger import ROUNDING
 from labutils.prediction import replay
-from labutils.tools import cli
 
 ALL = SWITCHES["model"]
 STALE = "the table is out of date: make exhibits AGAIN=--again"

@@ -7,7 +7,7 @@ import torch
 
 import labutils as lab
 from labutils.exhibits import loss_scale_data
-from labutils.techniques.float_formats import FP16, fp16_fate
+from labutils.techniques.numerics import FP16, fp16_fate
 
 SCALES = range(31)
 INTERVALS = (1, 2, 5, 2000)

@@ -8,7 +8,7 @@ from selenium.webdriver.common.keys import Keys
 
 import labutils as lab
 from labutils.exhibits.play import NUMBER_FORMATS
-from labutils.techniques.float_formats import FloatFormat
+from labutils.techniques.numerics import FloatFormat
 
 # Every format of the sliders, by the script's own function.
 DESCRIBE = """

@@ -1,4 +1,4 @@
-"""The page's sums are those of notebook 03's checks, of the closed form, and of real steps."""
+"""The page's sums are those of notebook 03's checks, and of real steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import labutils as lab
 from labutils.checks import checkpointing as checks
 from labutils.exhibits.segments_data import networks, ratio
-from labutils.prediction.arithmetic import closed_form
 
 COST = """
 const [root, cases] = arguments;
@@ -67,21 +66,6 @@ def test_equal_segments_follow_the_rule_of_the_exercise(browser, show):
         assert max(lengths) == math.ceil(n_layer / n)
         if n_layer % n == 0:
             assert page["peak"] == page["rule"] == n + 4 * n_layer / n
-
-
-@pytest.mark.parametrize("unit", [1, 2, 3, 4])
-def test_what_units_keep_is_that_of_the_closed_form(browser, show, unit):
-    """Between two policies the closed form's inputs and activations differ as the page's do."""
-    policies = {1: "block", 2: "every_2", 3: "every_3", 4: "every_4"}
-    switches = {"activation": "gelu_tanh", "dropout": 0.0, "attention": "auto"}
-    shape = {"model": "gpt2", "seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 512}
-    config = lab.load_config("fp32", **shape, **switches, gradient_checkpointing=policies[unit])
-    ledger = closed_form(config)
-    input_bytes = 4 * 512 * 768
-    root = show(lab.play.segments())
-    (page,) = browser.execute_script(COST, root, [[[unit] * (12 // unit), ratio("fp32"), False]])
-    last_norm = 2 * input_bytes
-    assert ledger.phases["loss"]["activations"] == page["forward"] * input_bytes + last_norm
 
 
 class Placed(nn.Module):

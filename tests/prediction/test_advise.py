@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 import labutils as lab
+from labutils.cli import main
 from labutils.machine import here
 from labutils.prediction.advise import advise
-from labutils.tools.cli import main
 from tests.helpers import REPO, slow
 
 NAMES = sorted(
@@ -63,10 +63,10 @@ def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
     ]
     assert main(["run", "fp32", *small, "--set=name=mine"]) == 0
     capsys.readouterr()
-    assert main(["advise", "mine", "--device", "cpu"]) == 0
+    assert main(["predict", "mine", "--advise", "--device", "cpu"]) == 0
     from_record = capsys.readouterr().out
     assert from_record.startswith("mine: predicted peak") and "measured" in from_record
-    assert main(["advise", "fp32", "--device", "t4", "--set=precision=tf32"]) == 1
+    assert main(["predict", "fp32", "--advise", "--device", "t4", "--set=precision=tf32"]) == 1
     assert "use fp16" in capsys.readouterr().err
 
 

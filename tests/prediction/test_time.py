@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import labutils as lab
+from labutils.cli import main
 from labutils.config.cards import CARDS
 from labutils.config.choices import MODELS
 from labutils.prediction import calibrate, published
@@ -20,7 +21,6 @@ from labutils.prediction.time import LAUNCHES, MEMORY, PRODUCTS, predict_time
 from labutils.prediction.traces import Traces, _traced
 from labutils.prediction.work import PRODUCT, Work
 from labutils.techniques.loss import lm_loss_sum
-from labutils.tools.cli import main
 
 GPT2 = {"dropout": 0.0, "max_grad_norm": 0.0}
 

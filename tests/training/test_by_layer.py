@@ -114,14 +114,13 @@ def test_errors_are_relative_to_each_layer():
     assert by_layer.total_error(wrong, right) == pytest.approx(0.5 / 29**0.5, rel=1e-3)
 
 
-def test_a_run_is_repeated_by_its_seed_and_changed_by_rounding():
+def test_a_run_is_repeated_by_its_seed():
     def weight(*arguments, **named):
         return by_layer.model_after(2, *arguments, **named).lm_head.weight
 
     plain = weight(1, CPU)
     assert torch.equal(weight(1, CPU), plain)
     assert not torch.equal(weight(2, CPU), plain)
-    assert not torch.equal(weight(1, CPU, ["lm_head"], torch.bfloat16), plain)
     nudged = weight(1, CPU, nudge=1e-7)
     # Adam divides by the size of a gradient, so a weight moves by up to 1e-3 in each step
     assert not torch.equal(nudged, plain) and (nudged - plain).abs().max() < 2.1e-3

@@ -11,10 +11,7 @@ import pytest
 import labutils as lab
 from labutils.config import resolve
 from labutils.config.schema import ConfigError
-from labutils.files import runs_dir
 from labutils.techniques.loss import IGNORED
-from labutils.tools.cli import ENGINES as OFFERED
-from labutils.tools.cli import main
 from labutils.training import experiment, loop
 from labutils.training.engines import run
 from labutils.training.engines.parts import FrameworkMissing
@@ -196,22 +193,7 @@ def test_the_record_names_engine_and_version_and_is_found_again(engine, capsys):
     assert "reusing" in capsys.readouterr().out
 
 
-def test_the_command_line_trains_with_an_engine(engine, capsys):
-    pairs = []
-    for key, value in ({"tokens_per_step": 16} | SMALL | {"steps": 2, "name": "fp32"}).items():
-        pairs += ["--set", f"{key}={value}"]
-    assert main(["run", "fp32", "--engine", engine, *pairs]) == 0
-    captured = capsys.readouterr()
-    assert f"fp32_{engine}" in captured.out
-    assert captured.err == ""
-    names = {path.name for path in runs_dir().iterdir()}
-    assert any(name.startswith(f"fp32_{engine}-") for name in names)
-
-
-def test_the_command_line_offers_every_engine(capsys):
-    assert set(OFFERED) == {"plain", *ENGINES}
-    assert main(["run", "fp32", "--engine", "fabric", "--resume"]) == 2
-    assert "only --engine plain resumes" in capsys.readouterr().err
+def test_an_unknown_engine_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="unknown engine 'horovod'; there are: trainer"):
         run_engine(small(), "horovod")
 

@@ -97,7 +97,6 @@ def test_rows_are_filled_from_runs_and_the_first_one_runs_twice(monkeypatch):
     assert noise == ([2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 3.0, 4.0, 5.0, 6.0])
     assert [row.measured_mib for row in rows.values()] == [1.0, 1.0]
     assert rows["tanh"].held_out == 6.5
-    assert ladder.tokens_per_s(rows["tanh"], "cpu") == 1000 * 32 / 4
 
 
 def test_a_run_that_failed_leaves_its_reason(monkeypatch):
@@ -109,20 +108,9 @@ def test_a_run_that_failed_leaves_its_reason(monkeypatch):
     assert rows["start"].measured_mib is None
 
 
-def test_a_time_is_told_from_noise():
-    fast, slow = [10.0, 11.0, 10.0, 11.0, 10.0], [20.0, 21.0, 20.0, 21.0, 20.0]
-    rows = rows_of([8.0, 8.0, 8.0], [slow, fast, slow])
-    assert ladder.speed_change(rows, "row 0") is None
-    assert ladder.speed_change(rows, "row 1").verdict == "smaller"
-    assert ladder.speed_change(rows, "row 2").verdict == "larger"
-    noisy = (slow, [t + 30 for t in slow])
-    assert ladder.speed_change(rows, "row 1", noisy).verdict == "cannot tell here"
-
-
 def test_a_row_without_effect_is_named():
     rows = rows_of([100.0, 99.9, 90.0])
     assert ladder.without_effect(rows) == ["row 1"]
-    assert ladder.without_effect(rows, predicted=True) == ["row 1"]
     assert ladder.saved_mib(rows, "row 2") == pytest.approx(9.9)
     assert ladder.saved_mib(rows, "row 0") is None
 

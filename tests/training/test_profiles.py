@@ -23,12 +23,6 @@ def test_operations_are_counted_and_annotations_left_out():
     assert times == sorted(times, reverse=True)
 
 
-def test_operations_can_be_chosen_by_the_shape_of_their_input():
-    found = profiles.record(call, CPU)
-    assert "tanh" in profiles.own_ms(found, CPU, (64, 64))
-    assert profiles.own_ms(found, CPU, (1, 2, 3)) == {}
-
-
 def test_bytes_are_those_of_the_tensors_that_are_made():
     own = profiles.own_mib(profiles.record(call, CPU, 2, memory=True), CPU)
     assert own["tanh"] == (2 * 64 * 64 * 4 / 2**20, 2)
@@ -36,8 +30,7 @@ def test_bytes_are_those_of_the_tensors_that_are_made():
 
 def test_the_clock_leaves_out_the_first_call():
     calls = []
-    assert len(profiles.clock_ms(lambda: calls.append(1), CPU, n=4)) == 4
-    assert len(calls) == 5
+    assert len(profiles.clock_ms(lambda: calls.append(1), CPU)) == len(calls) - 1
 
 
 def test_a_trace_stays_on_disk(tmp_path, monkeypatch):
@@ -50,8 +43,8 @@ def test_a_trace_stays_on_disk(tmp_path, monkeypatch):
 def test_operations_are_summed_by_kind():
     own = {"addmm": (3.0, 2), "mm": (1.0, 1), "add": (0.5, 4), "_softmax": (2.0, 1)}
     own["_scaled_dot_product_flash_attention_for_cpu"] = (8.0, 1)
-    found = profiles.ms_by_kind(own, n=2)
-    expected = {"product": 2.0, "elementwise": 0.25, "norm or softmax": 1.0, "flash attention": 4.0}
+    found = profiles.ms_by_kind(own)
+    expected = {"product": 4.0, "elementwise": 0.5, "norm or softmax": 2.0, "flash attention": 8.0}
     assert found == expected
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.cli import main
 from labutils.techniques.schedule import learning_rate_at
-from labutils.tools.cli import main
 from labutils.training import distributed, planned
 from labutils.training import saved_state as resuming
 from labutils.training.records import RecordError, load_record, state_files
@@ -210,7 +210,7 @@ def test_an_unfinished_run_is_listed_with_the_command_that_continues_it(
 ):
     assert main(["runs"]) == 0
     *_, about, line = capsys.readouterr().out.splitlines()
-    assert about.startswith("unfinished, or still running: 4 of 8 steps, saved 20")
+    assert about == "unfinished, or still running: 4 of 8 steps; continue with:"
     monkeypatch.chdir(tmp_path)  # from any folder
     assert main(line.partition("labutils ")[2].split()) == 0
     assert load_record("short").environment["resumed"] == "after step 4"
@@ -226,10 +226,8 @@ def test_a_state_is_continued_as_it_is(state, capsys, more):
 
 def test_a_state_that_is_not_there_or_renamed_is_named(state, capsys):
     assert main(["run", "other.state"]) == 1
-    assert (
-        f"no state other.state in {state.parent}; `python -m labutils runs`"
-        in capsys.readouterr().err
-    )
+    told = f"no state {state.parent / 'other.state'}; `python -m labutils runs`"
+    assert told in capsys.readouterr().err
     renamed = state.rename(state.with_name(state.name.replace("short-", "long-")))
     assert main(["run", renamed.name]) == main(["runs"]) == 1
     assert capsys.readouterr().err.count("renamed: it is another run's") == 2

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from labutils.techniques.float_formats import (
+from labutils.techniques.numerics import (
     BF16,
     FORMATS,
     FP16,

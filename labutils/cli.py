@@ -1,0 +1,480 @@
+"""The command line, `labutils`: each function below is a command, its parameters are its options.
+
+Exit codes: 0 done; 1 it could not be done, the reason is on stderr; 2 the command itself is wrong;
+130 Ctrl-C. Commands import what they need when they run: help and `check` answer without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from labutils.config.cards import CARDS
+from labutils.files import REFERENCE_DIR, program, require_room, runs_dir
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from labutils.config.card import Card
+    from labutils.config.schema import Config
+    from labutils.training.records import RunRecord
+
+EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
+ALLOCATOR = "reserved_bytes", "reserved_expandable_bytes", "needed_expandable_bytes"
+# left out first on a narrow screen: columns of `runs` and `compare`
+SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"
+
+
+def _configs(incomplete: str) -> list[str]:
+    """Return what the Tab key offers for a config: short names, and YAML files here."""
+    from labutils.config.yaml_source import short_names
+
+    names = [*short_names(), *map(str, Path().glob("*.yaml"))]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _run_names(incomplete: str) -> list[str]:
+    """Return what the Tab key offers for a run: the names of records."""
+    names = {path.stem.rsplit("-", 3)[0] for path in runs_dir().glob("*-*-*-*.json")}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+CONFIG = "a YAML file, or a short name such as bf16"
+RUN = "a name (its newest run), an id, or a record's path"
+COURSE = 'names of the course\'s such as "02" or "scaler", or paths (the four)'
+PLACES = f"one of {', '.join(CARDS)}, this, cpu (a100)"
+SHEET = "a card of your own, a YAML file of its datasheet"
+ADVISE = "instead: the changes that would save most memory, in a config or a run"
+ConfigName = Annotated[str, typer.Argument(help=CONFIG, autocompletion=_configs)]
+ConfigNames = Annotated[list[str], typer.Argument(help=CONFIG, autocompletion=_configs)]
+RunNames = Annotated[list[str], typer.Argument(help=RUN, autocompletion=_run_names)]
+Notebooks = Annotated[list[str], typer.Argument(help=COURSE)]
+Pairs = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a value")]
+Repeat = Annotated[int, typer.Option(min=1, help="so many times; compare uses their spread")]
+Rerun = Annotated[bool, typer.Option("--rerun", help="train even if an equal run is recorded")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue from what save_every has left")]
+Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Advise = Annotated[bool, typer.Option("--advise", help=ADVISE)]
+Device = Annotated[Literal[*CARDS, "this", "cpu"] | None, typer.Option(metavar="CARD", help=PLACES)]
+Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
+Gib = Annotated[float | None, typer.Option(min=0.001, help="of the card, if not the device's")]
+Calibrate = Annotated[bool, typer.Option("--calibrate", help="measure operations again")]
+InPlace = Annotated[bool, typer.Option("--in-place", help="for maintainers: write outputs back")]
+Student = Annotated[Path | None, typer.Option(help="a folder for copies without outputs")]
+Out = Annotated[Path | None, typer.Option(help="a folder for the tables (runs/grades/FOLDER)")]
+Timeout = Annotated[float, typer.Option(min=1, help="seconds for one cell")]
+Jobs = Annotated[int, typer.Option(min=1, help="notebooks that run at once")]
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    """Run, compare, predict and check experiments; look at this machine; run the notebooks."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def start() -> int:
+    """Run the command that a shell has given."""
+    if "RANK" not in os.environ:  # torchrun's processes must end at once
+        # A cluster's stop signal then ends a run as Ctrl-C does.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return main()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        app(arguments)
+    except SystemExit as end:
+        return end.code or 0
+    except Exception as error:
+        if isinstance(error, OSError) or type(error).__module__.startswith("labutils."):
+            print(error, file=sys.stderr)  # the course's own errors say what to do
+            return 1
+        raise
+    return 0
+
+
+@app.command()
+def run(
+    config: ConfigName,
+    pairs: Pairs = (),
+    repeat: Repeat = 1,
+    rerun: Rerun = False,
+    resume: Resume = False,
+) -> None:
+    """Train an experiment, or continue one; save its record in runs/."""
+    is_state = config.endswith(".state")
+    if is_state and (pairs or repeat > 1 or rerun):
+        problem = "a state continues its own run: it takes no --set, --repeat or --rerun"
+        raise typer.BadParameter(problem)
+    from labutils.config.edits import edits_without_effect
+    from labutils.config.reader import load_config, parse_overrides
+
+    if not is_state:
+        experiment, repeats = load_config(config, **parse_overrides(pairs)), range(repeat)
+    from labutils.session import setup
+    from labutils.training.experiment import NOT_SAVED, run_experiment
+    from labutils.training.saved_state import read_header
+
+    if is_state:
+        path = runs_dir() / Path(config).name
+        if not path.is_file():
+            raise FileNotFoundError(f"no state {path}; `{program()} runs` lists unfinished runs")
+        header = read_header(path)
+        experiment, repeats, resume = header.config, [header.planned.repeat], True
+    if int(os.environ.get("RANK", 0)):  # of torchrun's processes only the first one prints
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
+    device = setup()
+    if device.type == "cpu" and not is_state:
+        for line in edits_without_effect(config):
+            print(line)
+    how = {"device": device, "rerun": rerun, "resume": resume}
+    for number in repeats:
+        record = run_experiment(experiment, repeat=number, **how)
+        if record.outcome != "completed":
+            break
+    if record.series.loss:
+        _print_runs([record])
+        _print_mfu([record])
+    if record.reason.startswith(NOT_SAVED):
+        raise typer.Exit(1)
+    raise typer.Exit(EXIT_CODES.get(record.outcome, 1))
+
+
+@app.command()
+def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
+    """List recorded runs with NAME in theirs (--limit 0: all of them)."""
+    from labutils.training.records import RecordError, find_runs, state_files
+    from labutils.training.saved_state import read_header
+
+    if runs_dir().exists() and not runs_dir().is_dir():
+        problem = f"{runs_dir()} is not a folder; LABUTILS_RUNS names the folder of runs"
+        raise NotADirectoryError(problem)
+    records, problems = find_runs()
+    named = [record for record in records if name in record.name]
+    newest = named[-limit:] if limit > 0 else named
+    if not records:
+        print(f"no runs yet in {runs_dir()}")
+    elif not named:
+        names = ", ".join(dict.fromkeys(record.name for record in records))
+        print(f"no run has {name!r} in its name. There are: {names}")
+    elif len(newest) < len(named):
+        print(f"{len(named) - len(newest)} older runs: --limit 0 lists them")
+    if newest:
+        _print_runs(newest)
+    for path in state_files():
+        try:  # it may be damaged, or complete meanwhile
+            header = read_header(path)
+        except (RecordError, OSError) as error:
+            problems.append(str(error))
+            continue
+        steps = f"{header.step} of {header.steps} steps"
+        print(f"unfinished, or still running: {steps}; continue with:")
+        print(f"  {program()} run {shlex.quote(path.name)}")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _print_runs(records: Sequence[RunRecord]) -> None:
+    """Print a row for each record; a device that they have in common stands above."""
+    import pandas as pd
+
+    table = pd.DataFrame([_row(record) for record in records]).set_index("run")
+    if len(table) > 1 and table["device"].nunique() == 1:
+        print(f"device: {table['device'].iloc[0]}")
+        table = table.drop(columns="device")
+    _print_table(table)
+
+
+def _row(record: RunRecord) -> dict[str, Any]:
+    row = {"run": f"{record.name}-{record.id}", "device": record.environment.get("device", "")}
+    row |= {"outcome": record.outcome, "steps": len(record.series.loss)}
+    row |= dict.fromkeys(("tokens/s", "peak MiB", "loss", "held-out"), "–")
+    if record.timing:
+        row["tokens/s"] = f"{record.timing.tokens_per_s:.0f}"
+    if record.memory:
+        row["peak MiB"] = f"{record.memory.peak_bytes / 2**20:.1f}"
+    if record.series.loss:
+        row["loss"] = f"{record.series.loss[-1]:.4f}"
+    if record.held_out:
+        row["held-out"] = f"{record.held_out[-1][1]:.4f}"
+    return row | {"note": textwrap.shorten(record.note, 40, placeholder=" …")}
+
+
+def _print_mfu(records: Sequence[RunRecord]) -> None:
+    """Print how much of a device's rate the runs reached, and which rate that is."""
+    for name, timing in {record.name: record.timing for record in records}.items():
+        if timing and timing.mfu:
+            speed = f"{timing.tokens_per_s:,.0f} tokens/s, MFU {100 * timing.mfu:.1f} %"
+            print(f"{name}: {speed} of {timing.mfu_denominator}")
+
+
+def _print_table(table: pd.DataFrame) -> None:
+    """Print a table with its index, as wide as the terminal.
+
+    First the columns in SPARE are left out, in this order, and the last line says so. Then long
+    texts are broken into several lines.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    width = shutil.get_terminal_size((1000, 24)).columns  # 1000 where there is no terminal
+    table, left_out = table.reset_index().astype(str), []
+    for name in filter(table.columns.__contains__, SPARE):
+        widths = [max(len(column), *table[column].map(len)) for column in table]
+        if sum(widths) + 2 * len(widths) - 2 > width:
+            table = table.drop(columns=name)
+            left_out.append(name)
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in table:
+        numbers = all(re.fullmatch(r"[\d.,+–-]*", text) for text in table[name])
+        heading, side = name.replace("_", " "), "right" if numbers else "left"
+        grid.add_column(heading, justify=side, overflow="fold")
+    for row in table.itertuples(index=False):
+        grid.add_row(*row)
+    Console(width=width, markup=False, emoji=False, highlight=False).print(grid)
+    if left_out:
+        print(f"not shown in {width} columns: {', '.join(left_out)}")
+
+
+@app.command()
+def compare(runs: RunNames, csv: Csv = False) -> None:
+    """Compare recorded runs; the first is the baseline."""
+    from labutils.training.compare import compare as compare_records
+    from labutils.training.compare import readable
+    from labutils.training.records import load_record, load_repeats
+
+    repeats = [load_repeats(name) for name in runs]
+    if len({first.experiment for first, *_ in repeats}) == len(runs):
+        records = [record for group in repeats for record in group]
+    else:  # runs of one experiment stand under their ids
+        records = [load_record(name) for name in runs]
+        records = [r.model_copy(update={"name": f"{r.name}-{r.id}"}) for r in records]
+    table = compare_records(records, baseline=records[0].name)
+    if csv:
+        print(table.to_csv(), end="")
+    else:
+        _print_table(readable(table))
+        _print_mfu(records)
+    for note in table.attrs["notes"]:
+        print(note, file=sys.stderr)
+
+
+@app.command()
+def predict(
+    config: ConfigName,
+    pairs: Pairs = (),
+    device: Device = None,
+    card: Sheet = None,
+    gpu_memory_gib: Gib = None,
+    as_json: Json = False,
+    advise: Advise = False,
+) -> None:
+    """Predict an experiment's memory and time on a GPU, without one."""
+    if device and card:
+        raise typer.BadParameter("--device and --card exclude each other")
+    from labutils.config.card_file import load_card
+    from labutils.config.reader import find_config, load_config, parse_overrides
+
+    is_record = advise and find_config(config).suffix not in (".yaml", ".yml")
+    subject = None if is_record else load_config(config, **parse_overrides(pairs))
+    from labutils.machine.here import card_of
+    from labutils.prediction.advise import advise as advise_on
+    from labutils.training.records import load_record
+
+    if is_record:
+        subject = load_record(config)
+    memory = subject.memory if is_record else None
+    own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
+    try:
+        if advise:
+            print("predicts one change after the other; takes some seconds", file=sys.stderr)
+            print(advise_on(subject, device or own_device))
+        else:
+            place = load_card(card) if card else card_of(device or own_device)
+            _print_prediction(subject, place, gpu_memory_gib, as_json)
+    except RuntimeError as error:  # the device is not here, or lacks what the config asks for
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error
+    if memory:
+        print(f"measured in that run: {memory.peak_bytes / 2**20:,.0f} MiB, {memory.method}")
+
+
+def _print_prediction(config: Config, card: Card, budget_gib: float | None, as_json: bool) -> None:
+    """Print bytes by phase, what the card must have, what would make it fit, and milliseconds."""
+    import pandas as pd
+
+    from labutils.config.card import CONTEXT_GIB
+    from labutils.config.choices import WITHOUT_BF16
+    from labutils.config.resolve import precision_on
+    from labutils.config.schema import ConfigError
+    from labutils.prediction.fit import fit
+    from labutils.prediction.memory import needed_gib, predict_memory
+    from labutils.prediction.time import predict_time
+
+    ledger, time = predict_memory(config, card), predict_time(config, card)
+    needed = needed_gib(ledger, card)
+    if budget_gib is None and card.gpu:
+        budget_gib = card.memory_gib
+        if config.memory_limit_gib:  # the limit leaves the context out
+            budget_gib = config.memory_limit_gib + CONTEXT_GIB
+    fits = budget_gib is None or needed <= budget_gib
+    plan = None if fits else fit(config, budget_gib, card)
+    note, precision = "", precision_on(config.precision, card)
+    if card.gpu and not card.support(precision).ok:
+        note = f"{card.name} has no hardware for {precision}, which would be emulated"
+        instead = config.model_copy(update={"precision": WITHOUT_BF16.name})
+        with suppress(ConfigError):  # it may ask for what FP16 cannot do
+            times = time.step_ms / predict_time(instead, card).step_ms
+            note += f". A step takes {times:.1f} times as long as in {WITHOUT_BF16.name}"
+    if as_json:
+        facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
+        facts |= {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase}
+        facts |= {"fits": fits, "needed_gib": needed, "budget_gib": budget_gib}
+        facts |= time.model_dump(exclude={"method", "why_band"})
+        facts |= {"device": card.name, "note": note}
+        if plan:
+            keys = "changes", "costs", "step_ms", "time_cost", "needed_gib"
+            facts["fit"] = {"fits": plan.fits(budget_gib)}
+            facts["fit"] |= {key: getattr(plan, key) for key in keys}
+        print(json.dumps(facts, indent=1))
+        return
+    table = pd.DataFrame(ledger.phases) / 2**20
+    table.loc["total"] = table.sum()
+    print(f"{config.name}: MiB allocated at each phase's peak, {ledger.method}")
+    print(table.round(1).to_string())
+    print(f"\npeak {ledger.peak_gib:.2f} GiB allocated, in the {ledger.peak_phase} phase")
+    reason = f"it needs {needed:.2f} GiB, with a tenth for what no tensor can use"
+    if ledger.needed_bytes is not None:
+        reason = f"the smallest card has {needed:.2f} GiB"
+        gib = [f"{getattr(ledger, key) / 2**30:.2f} GiB" for key in ALLOCATOR]
+        print(f"torch's allocator reserves {gib[0]} in three steps, {gib[1]} with expandable")
+        print(
+            f"segments; with them the smallest card has {gib[2]} ({CONTEXT_GIB} for CUDA assumed)"
+        )
+    elif card.gpu:
+        reason += f" and {CONTEXT_GIB} for the CUDA context"
+    if budget_gib is not None:
+        print(f"{'fits' if fits else 'does NOT fit'} {budget_gib:g} GiB: {reason}")
+    if plan:
+        step = f"a step then takes {plan.step_ms:.0f} ms, {100 * plan.time_cost:+.0f} %"
+        first = f"No known change makes it fit; the smallest needs {plan.needed_gib:.2f} GiB:"
+        if plan.fits(budget_gib):
+            first = f"It fits in {plan.needed_gib:.2f} GiB ({step}, both predicted), if you change:"
+        print(first, *plan.costs, sep="\n  ")
+    shares = pd.Series(time.shares)
+    table = pd.DataFrame({"ms": shares * time.step_ms, "%": 100 * shares})
+    print(f"\nMilliseconds of one optimizer step, {time.method}:")
+    print(table.map("{:.1f}".format).to_string())
+    between = f"between {time.low_ms:.0f} and {time.high_ms:.0f}"
+    print(f"step {time.step_ms:.1f} ms, {between} ({time.why_band})")
+    print(f"{time.tokens_per_s:,.0f} tokens per second")
+    if time.launch_bound:
+        print("The card waits for its host: fewer and larger operations would be faster")
+    if note:
+        print(note)
+
+
+@app.command()
+def check(configs: ConfigNames) -> None:
+    """Check config files, without running anything."""
+    from labutils.config.edits import edits_without_effect
+    from labutils.config.reader import load_config
+    from labutils.config.schema import ConfigError
+
+    code = 0
+    for path in configs:
+        try:
+            load_config(path)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            code = 1
+        else:
+            print(f"{path}: ok")
+            for line in edits_without_effect(path):
+                print(line, file=sys.stderr)
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(calibrate: Calibrate = False) -> None:
+    """Say what this machine can train, how fast, and what is wrong."""
+    import pandas as pd
+    import torch
+
+    from labutils.config.choices import PRECISIONS
+    from labutils.machine.gpu import choose_device, diagnose, gpu_facts
+    from labutils.machine.here import environment, matmul_rate, support
+    from labutils.prediction.calibrate import calibrate_cpu, calibrate_gpu
+
+    problem, device = diagnose(gpu_facts()), choose_device()
+    facts = environment(device) | {"runs": str(runs_dir())}
+    for name in PRECISIONS:
+        answer = support(name, device)
+        verdict = "slow" if answer.slow else "yes" if answer.ok else "no"
+        facts[name] = f"{verdict:5s} {answer.reason}"
+    for key, value in facts.items():
+        print(f"{key:15s} {value}")
+    if problem:
+        print(f"\nGPU NOT USED: {problem}", file=sys.stderr)
+    elif device.type == "cpu":
+        print("\nNo NVIDIA GPU found: experiments train a small GPT-2.")
+    if device.type == "cpu":
+        rate = matmul_rate(torch.float32, device, 256, repeats=10) / torch.get_num_threads()
+        times = pd.read_csv(REFERENCE_DIR / "notebook_seconds.csv", index_col="notebook")
+        minutes = times.seconds * times.gflops * 1e9 / rate / 60
+        print("\nMinutes of Run All with one thread, recorded on another machine and scaled by the")
+        print("speed of one product here. Other programs that compute make them longer, and so do")
+        print("slow 16 bits. " + ", ".join(f"{name} {m:.1f}" for name, m in minutes.items()))
+    require_room()
+    if calibrate:
+        calibrate_gpu(device) if device.type == "cuda" else calibrate_cpu()
+        print(f"\nmeasured; the rates are in {runs_dir() / 'calibration'}")
+    raise typer.Exit(1 if problem else 0)
+
+
+@app.command()
+def labs(notebooks: Notebooks = (), in_place: InPlace = False, student: Student = None) -> None:
+    """Execute notebooks, the four or those named; results go to runs/."""
+    from labutils import pages
+    from labutils.exhibits.everything import save_all
+
+    unnamed = pages.all_notebooks() if student else pages.core_notebooks()
+    paths = [pages.find_notebook(name) for name in notebooks] or unnamed
+    if student:
+        for path in paths:
+            print(f"wrote {pages.write_student_copy(path, student)}, without outputs")
+        return
+    require_room()  # said now, and not after minutes
+    succeeded = [pages.execute(path, in_place=in_place) for path in paths]
+    if not notebooks:
+        print(f"wrote {save_all()}")
+    print(f"wrote {pages.write_index()}: it leads to all pages")
+    raise typer.Exit(0 if all(succeeded) else 1)
+
+
+@app.command()
+def grade(folder: Path, out: Out = None, timeout: Timeout = 120, jobs: Jobs = 1) -> None:
+    """Run submitted notebooks; write scores.csv and misconceptions.csv."""
+    from labutils.grade import grade_folder
+
+    out = out or runs_dir() / "grades" / folder.resolve().name
+    scores = grade_folder(folder, out, timeout=timeout, jobs=jobs)
+    print(f"{len(scores)} students. Wrote {out}: scores.csv, misconceptions.csv")
