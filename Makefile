@@ -85,11 +85,12 @@ gpu: export LABUTILS_LEDGER := $(CURDIR)/$(REFERENCE)/ledger.csv
 gpu: $(VENV)/installed
 	echo $(LEDGER) > $(LABUTILS_LEDGER)
 	$(BIN)/python -m pytest -m gpu -v --tb=short tests
-	LABUTILS_RUNS=runs/gpu $(BIN)/python -m labutils labs
+	LABUTILS_RUNS="$(CURDIR)/runs/gpu" $(BIN)/python -m labutils labs
 	cp runs/gpu/*-*-*-*.json $(REFERENCE)/
 	$(BIN)/python -m benchmarks.allocator_table $(REFERENCE)/allocator_card.csv
 	$(BIN)/python -m benchmarks.snapshot_record $(REFERENCE)
-	LABUTILS_RUNS=runs/gpu $(BIN)/python -m benchmarks.bench
+	# in a folder of its own: every other JSON file in reference/ is a run
+	LABUTILS_RUNS="$(CURDIR)/$(REFERENCE)/bench" $(BIN)/python -m benchmarks.bench
 
 clean:
 	rm -rf $(VENV) build *.egg-info

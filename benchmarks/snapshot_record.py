@@ -25,9 +25,9 @@ from labutils.workload.gpt2 import build_model, vocab_size
 
 MODEL, SEQUENCES, SEQ_LEN, STEPS = "gpt2-nano", 4, 128, 3
 PICKLE_PROTOCOL = 4  # torch's own page reads it
-# What a frame of C++ tells a reader: the operation, the node of autograd, or a workspace.
+# What a frame of C++ tells a reader: the operation, the node of autograd, its thread, a workspace.
 TOLD = re.compile(
-    r"at::_ops::\w+::call|torch::autograd::(?:generated::)?(?:\w+Backward\d*|AccumulateGrad)\b"
+    r"at::_ops::\w+::call|torch::autograd::(?:generated::)?\w+::(?:apply|thread_main)\b"
     r"|at::cuda::\w*Workspace\w*"
 )
 
@@ -66,12 +66,11 @@ def record_snapshot(note: str = "") -> dict[str, Any]:
 def slim(history: Mapping[str, Any]) -> dict[str, Any]:
     """Return a history that is small as a pickle, and that torch's own page reads.
 
-    Of the events it keeps allocations, completed frees and new segments, with the frames of
-    allocations; not their times. Addresses count from the lowest segment. Equal stacks are one
-    object.
+    Its events have the frames of allocations alone, and no times. Addresses count from the lowest
+    segment. Equal frames are one object, and equal stacks.
     """
     base = min((segment["address"] for segment in history["segments"]), default=0)
-    stacks: dict[str, list[dict[str, Any]]] = {}
+    known: dict[str, Any] = {}  # frames and stacks
     traces, segments = [], []
     for trace in history["device_traces"]:
         events = []
@@ -79,10 +78,9 @@ def slim(history: Mapping[str, Any]) -> dict[str, Any]:
             kept = {key: event[key] for key in ("action", "addr", "size", "stream")}
             kept["addr"] -= base
             if event["action"] == "alloc":
-                frames = _told(event["frames"])
-                kept["frames"] = stacks.setdefault(str(frames), frames)
-            if event["action"] != "free_requested":
-                events.append(kept)
+                frames = [known.setdefault(str(f), f) for f in _told(event["frames"])]
+                kept["frames"] = known.setdefault(str(frames), frames)
+            events.append(kept)
         traces.append(events)
     for segment in history["segments"]:
         blocks = []
@@ -105,7 +103,8 @@ def _told(frames: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             place = {"filename": sys.intern(file), "line": frame["line"]}
             kept.append({"name": sys.intern(name), **place})
         elif told:
-            kept.append({"name": f"{told[0]}()", "filename": "C++", "line": 0})
+            name = told[0].replace("generated::", "")
+            kept.append({"name": f"{name}()", "filename": "C++", "line": 0})
     return kept
 
 
