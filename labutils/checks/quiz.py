@@ -1,10 +1,26 @@
-"""The self-test at the end of a notebook: ten statements, true or false, and why."""
+"""The self-test at the end of a notebook: statements, or questions with four choices, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 Statement = tuple[str, bool, str]  # (statement, whether it is true, why)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with choices A to D, of which one is right; the others are misconceptions."""
+
+    text: str
+    choices: tuple[str, str, str, str]
+    right: str
+    reason: str
+
+    def __str__(self) -> str:
+        choices = zip("ABCD", self.choices, strict=True)
+        return "\n".join([self.text, *(f"      {letter}  {text}" for letter, text in choices)])
+
 
 PROFILING: tuple[Statement, ...] = (
     (
@@ -59,51 +75,91 @@ PROFILING: tuple[Statement, ...] = (
     ),
 )
 
-MIXED_PRECISION: tuple[Statement, ...] = (
-    (
-        "Autocast halves the bytes of AdamW's moments.",
-        False,
-        "weights, gradients and moments stay float32: section 4",
+MIXED_PRECISION = (
+    Question(
+        "AdamW under BF16 autocast: how many bytes per parameter stay, however small the batch is?",
+        ("6", "8", "12", "16"),
+        "D",
+        "weight 4, gradient 4, moments 8: all float32, sections 2 and 4",
     ),
-    (
-        "A precision that PyTorch supports is faster than FP32.",
-        False,
-        "supported is not fast: time one product, section 1",
+    Question(
+        "Which number does FP16 store as 0?",
+        ("6e-5", "1e-7", "2e-8", "none: small numbers only lose bits"),
+        "C",
+        "below half of the smallest subnormal number, 3e-8; 6e-5 is the smallest normal: section 3",
     ),
-    (
-        "BF16 covers almost the same range as FP32.",
-        True,
-        "it has as many exponent bits; it lacks mantissa bits",
+    Question(
+        "In which format does 1e5 become infinity?",
+        ("BF16", "FP16", "TF32", "in both 16-bit formats"),
+        "B",
+        "BF16 and TF32 have FP32's range: section 3",
     ),
-    (
-        "BF16 needs a scaler as much as FP16 does.",
-        False,
-        "the scaler makes up for missing range, and BF16 has FP32's",
+    Question(
+        "For which run is a GradScaler made?",
+        ("autocast in FP16", "autocast in BF16", "all 16-bit runs", "weights stored in BF16"),
+        "A",
+        "it makes up for missing range, and BF16 has FP32's: sections 5 and 7",
     ),
-    (
-        "A product of two BF16 matrices adds its terms in BF16.",
-        False,
-        "a tensor core adds them in float32: section 3",
+    Question(
+        "Where do small gradients first become 0 in FP16 training?",
+        (
+            "in .grad",
+            "in AdamW's moments",
+            "when the loss is computed",
+            "in the gradients of activations, inside backward",
+        ),
+        "D",
+        "these are FP16, .grad is float32: sections 4 and 7",
     ),
-    (
-        "In FP16 training small gradients are lost inside backward, before they reach .grad.",
-        True,
-        "the gradient of an FP16 activation is FP16: section 4",
+    Question(
+        "A step was skipped and the scale halved. What do you know?",
+        (
+            "the scale was too high for this step",
+            "the training has diverged",
+            "the weights hold inf",
+            "the gradients explode",
+        ),
+        "A",
+        "the scaler searches by trial and error; no weight has changed: section 7",
     ),
-    (
-        "A skipped step means that the training has diverged.",
-        False,
-        "the scale was too high for this step; no weight has changed: section 7",
+    Question(
+        "Which order is right?",
+        (
+            "clip, unscale_, step, update",
+            "unscale_, clip, step, update",
+            "step, unscale_, clip, update",
+            "update, unscale_, clip, step",
+        ),
+        "B",
+        "clipping must see the true norm, not one that is S times as large: section 5",
     ),
-    (
-        "Clipping before unscale_ compares the limit with a norm that is S times too large.",
-        True,
-        "the gradients are those of S × loss: section 5",
+    Question(
+        "Products are 60 % of a step and take no time any more; the rest stays. The speed-up is",
+        ("1.7", "2.5", "6", "unlimited"),
+        "B",
+        "1 / (1 - 0.6): Amdahl's law, section 6",
     ),
-    (
-        "If products took no time at all, a step would take none either.",
-        False,
-        "the rest of the step stays: Amdahl's law, section 6",
+    Question(
+        "Why does adding 0.01 in BF16 stop at 4?",
+        (
+            "BF16 overflows there",
+            "0.01 is not exact in BF16",
+            "0.01 is less than half of the spacing at 4",
+            "BF16 products add in BF16",
+        ),
+        "C",
+        "so each addition is rounded away; weights lose small updates alike: sections 3 and 8",
+    ),
+    Question(
+        "What showed that 16-bit weights, not 16-bit products, made pure BF16 learn less?",
+        (
+            "a run with rounded weights and all else unchanged",
+            "a run with five seeds",
+            "a run in FP16",
+            "a run with a higher rate",
+        ),
+        "A",
+        "a control differs in one thing only: section 8",
     ),
 )
 
@@ -210,21 +266,26 @@ QUIZZES = {
 }
 
 
-def self_test(answers: Sequence[bool | None], quiz: str) -> None:
-    """Print the statements of a quiz, and for each answer whether it is right, and why.
+def self_test(answers: Sequence[bool | str | None], quiz: str) -> None:
+    """Print the items of a quiz, and for each answer whether it is right, and why.
 
-    An answer of None is open: its reason is not printed. Raises ValueError for an unknown quiz.
+    An answer is True or False to a statement, a letter to a question. An answer of None is open:
+    its reason is not printed. Raises ValueError for an unknown quiz.
     """
     if quiz not in QUIZZES:
         raise ValueError(f"there is no quiz {quiz!r}; there are: {', '.join(QUIZZES)}")
-    statements = QUIZZES[quiz]
-    if len(answers) != len(statements):
-        print(f"There are {len(statements)} statements; the list has {len(answers)} entries.")
+    items = QUIZZES[quiz]
+    if len(answers) != len(items):
+        kind = "questions" if isinstance(items[0], Question) else "statements"
+        print(f"There are {len(items)} {kind}; the list has {len(answers)} entries.")
         return
-    pairs = zip(statements, answers, strict=True)
-    for number, ((text, truth, reason), answer) in enumerate(pairs, start=1):
+    for number, (item, answer) in enumerate(zip(items, answers, strict=True), start=1):
+        if isinstance(item, Question):
+            text, right, reason = str(item), item.right, item.reason
+        else:
+            text, right, reason = item
         if answer is None:
             print(f"{number:2d}. open   {text}")
         else:
-            verdict = "right" if answer is truth else "wrong"
+            verdict = "right" if answer == right else "wrong"
             print(f"{number:2d}. {verdict}  {text} ({reason})")

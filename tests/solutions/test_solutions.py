@@ -15,7 +15,8 @@ import labutils as lab
 from labutils import checks
 from labutils.checks.accumulation import INNOCENT, LATE_LINE
 from labutils.checks.epoch_trials import judge_epoch
-from labutils.checks.quiz import QUIZZES
+from labutils.checks.mixed_precision import CONTROL_RUNS
+from labutils.checks.quiz import QUIZZES, Question
 from labutils.tools.grading.grade import grade_folder
 from tests.helpers import committed
 from tests.solutions import (
@@ -114,7 +115,7 @@ def defined(source: str, name: str):
 @pytest.mark.parametrize(
     ("notebook", "name", "exercise"),
     [
-        (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
+        (notebook_01.NOTEBOOK, "plain_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
         (notebook_03.NOTEBOOK, "broken_forward", "mended_forward"),
         (notebook_04.NOTEBOOK, "leaking_training", "repair"),
@@ -183,14 +184,36 @@ def test_the_bug_stands_in_the_line_that_the_check_knows():
     assert seen == {"given": [0, 2, 4], "mended": [0, 1, 2]}
 
 
+def test_the_notebook_lists_the_runs_that_the_control_is_chosen_from():
+    text = " ".join(cell.source for cell in cells_of(notebook_01.NOTEBOOK))
+    for letter, run in CONTROL_RUNS.items():
+        listed = ", ".join(f"{cause} {value}" for cause, value in run.items())
+        assert f"- {letter}: {listed.replace('3e-05', '3e-5').replace('0.002', '2e-3')}" in text
+
+
+def test_the_logs_of_the_notebook_are_those_of_the_solutions():
+    [cell] = [c for c in cells_of(notebook_01.NOTEBOOK) if "checks.scaler_log" in c.source]
+    logs = ast.literal_eval(cell.source.partition("logs = ")[2].partition("diagnosis")[0])
+    assert logs == notebook_01.LOGS
+
+
 @pytest.mark.parametrize("quiz", QUIZZES)
 def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, quiz):
     def printed_for(answers: list) -> str:
         checks.self_test(answers, quiz)
         return capsys.readouterr().out.strip()
 
-    texts, truths, reasons = zip(*QUIZZES[quiz], strict=True)
-    opposites = [not truth for truth in truths]
+    items = QUIZZES[quiz]
+    if isinstance(items[0], Question):
+        texts, truths = [item.text for item in items], [item.right for item in items]
+        reasons, kind = [item.reason for item in items], "questions"
+        opposites = ["A" if truth != "A" else "B" for truth in truths]
+        assert all(len(set(item.choices)) == 4 for item in items)
+        assert max(map(truths.count, "ABCD")) <= 0.3 * len(items)  # one letter does not get far
+    else:
+        (texts, truths, reasons), kind = zip(*items, strict=True), "statements"
+        opposites = [not truth for truth in truths]
+        assert 3 <= sum(truths) <= len(truths) - 3  # neither all "yes" nor all "no" gets far
     nothing = [None] * len(truths)
     for answers, word in ((truths, "right"), (opposites, "wrong"), (nothing, "open")):
         printed = printed_for(answers)
@@ -198,8 +221,7 @@ def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, quiz)
         for text, reason in zip(texts, reasons, strict=True):
             assert text in printed
             assert (f"({reason})" in printed) == (word != "open")
-    assert f"{len(truths)} statements" in printed_for([True])
-    assert 3 <= sum(truths) <= len(truths) - 3  # neither all "yes" nor all "no" gets far
+    assert f"{len(truths)} {kind}" in printed_for([True])
 
 
 def test_a_true_statement_is_judged_as_true(capsys):

@@ -41,8 +41,8 @@ def test_values_and_functions_get_their_verdicts():
 
 
 def test_what_is_given_comes_from_the_course_and_not_from_the_submission():
-    easier = "values = [1.0]\nx = [1.0]"
-    assert judged("fp16_survivors", easier).verdict == "wrong"
+    easier = "logs = {'A': 'xx', 'B': 'x.', 'C': '..'}\nx = ('A', 'B')"
+    assert judged("scaler_log", easier).verdict == "wrong"
 
 
 def test_an_answer_that_raises_or_dies_costs_only_itself():
@@ -105,7 +105,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("source", CHEATS)
 def test_a_value_that_is_no_answer_is_tampering(source):
-    found = judged("bytes_per_parameter", source)
+    found = judged("leak", source)
     assert found.verdict == "tampered" and CHEATS[source] in found.reason
     assert found.share == 0
 
