@@ -71,51 +71,118 @@ PROFILING: tuple[Statement, ...] = (
     ),
 )
 
-MIXED_PRECISION: tuple[Statement, ...] = (
-    (
-        "Autocast halves the bytes of AdamW's moments.",
-        False,
-        "weights, gradients and moments stay float32: section 4",
+MIXED_PRECISION: tuple[Question, ...] = (
+    Question(
+        "AdamW under BF16 autocast: how many bytes per parameter stay, however small the batch is?",
+        "d",
+        (
+            ("6", "that would be 16-bit weights, gradients and one moment"),
+            ("8", "that would be everything in 16 bits; autocast stores weights in float32"),
+            ("12", "weights 4 and gradients 4 leave 4 bytes, and AdamW has two moments"),
+            ("16", "weight 4, gradient 4, moments 8: all float32, sections 2 and 4"),
+        ),
     ),
-    (
-        "A precision that PyTorch supports is faster than FP32.",
-        False,
-        "supported is not fast: time one product, section 1",
+    Question(
+        "Which number does FP16 store as 0?",
+        "c",
+        (
+            ("6e-5", "about the smallest normal number: section 3"),
+            ("1e-7", "a subnormal number: it has lost bits, but it is not 0"),
+            ("2e-8", "below half of the smallest subnormal number, 3e-8: section 3"),
+            ("none: small numbers only lose bits", "below 3e-8 nothing is left"),
+        ),
     ),
-    (
-        "BF16 covers almost the same range as FP32.",
-        True,
-        "it has as many exponent bits; it lacks mantissa bits",
+    Question(
+        "In which format does 1e5 become infinity?",
+        "b",
+        (
+            ("BF16", "BF16 has FP32's exponent, and so its range"),
+            ("FP16", "its largest number is 65504: section 3"),
+            ("TF32", "TF32 has FP32's exponent, and so its range"),
+            ("in both 16-bit formats", "BF16 reaches as far as FP32"),
+        ),
     ),
-    (
-        "BF16 needs a scaler as much as FP16 does.",
-        False,
-        "the scaler makes up for missing range, and BF16 has FP32's",
+    Question(
+        "For which run is a GradScaler made?",
+        "a",
+        (
+            ("autocast in FP16", "it makes up for missing range: sections 5 and 7"),
+            ("autocast in BF16", "BF16 has FP32's range, so nothing is lost below it"),
+            ("all 16-bit runs", "16 bits can be spent on range, as BF16 does"),
+            ("weights stored in BF16", "they lose small updates; no scale brings those back"),
+        ),
     ),
-    (
-        "A product of two BF16 matrices adds its terms in BF16.",
-        False,
-        "a tensor core adds them in float32: section 3",
+    Question(
+        "Where do small gradients first become 0 in FP16 training?",
+        "d",
+        (
+            ("in .grad", ".grad is float32 here: the zeros come from before"),
+            ("in AdamW's moments", "moments are float32"),
+            ("when the loss is computed", "the loss is float32"),
+            (
+                "in the gradients of activations, inside backward",
+                "these are FP16: sections 4 and 7",
+            ),
+        ),
     ),
-    (
-        "In FP16 training small gradients are lost inside backward, before they reach .grad.",
-        True,
-        "the gradient of an FP16 activation is FP16: section 4",
+    Question(
+        "A step was skipped and the scale halved. What do you know?",
+        "a",
+        (
+            ("the scale was too high for this step", "the scaler searches: section 7"),
+            ("the training has diverged", "no weight has changed; the next step goes on"),
+            ("the weights hold inf", "the step was skipped so that they never do"),
+            (
+                "the gradients explode",
+                "the gradients of S times the loss were too large, not theirs",
+            ),
+        ),
     ),
-    (
-        "A skipped step means that the training has diverged.",
-        False,
-        "the scale was too high for this step; no weight has changed: section 7",
+    Question(
+        "Which order is right?",
+        "b",
+        (
+            ("clip, unscale_, step, update", "clipping then sees a norm that is S times as large"),
+            ("unscale_, clip, step, update", "clipping sees the true norm: section 5"),
+            ("step, unscale_, clip, update", "the step comes after clipping"),
+            ("update, unscale_, clip, step", "update chooses the scale of the next step"),
+        ),
     ),
-    (
-        "Clipping before unscale_ compares the limit with a norm that is S times too large.",
-        True,
-        "the gradients are those of S × loss: section 5",
+    Question(
+        "Products are 60 % of a step and take no time any more; the rest stays. The speed-up is",
+        "b",
+        (
+            ("1.7", "1 / 0.6 is what is left if only products took time to begin with"),
+            ("2.5", "1 / (1 - 0.6): Amdahl's law, section 6"),
+            ("6", "a share is no speed-up"),
+            ("unlimited", "the other 40 % still take their time"),
+        ),
     ),
-    (
-        "If products took no time at all, a step would take none either.",
-        False,
-        "the rest of the step stays: Amdahl's law, section 6",
+    Question(
+        "Why does adding 0.01 in BF16 stop at 4?",
+        "c",
+        (
+            ("BF16 overflows there", "BF16 reaches to about 3e38"),
+            ("0.01 is not exact in BF16", "true, but a sum of inexact numbers could still grow"),
+            (
+                "0.01 is less than half of the spacing at 4",
+                "each addition is rounded away, as small updates of weights are: sections 3 and 8",
+            ),
+            ("BF16 products add in BF16", "no product takes part in this sum"),
+        ),
+    ),
+    Question(
+        "What showed that 16-bit weights, not 16-bit products, made pure BF16 learn less?",
+        "a",
+        (
+            (
+                "a run with rounded weights and all else unchanged",
+                "a control differs in one thing only: section 8",
+            ),
+            ("a run with five seeds", "seeds tell noise from effect, not cause from cause"),
+            ("a run in FP16", "it changes the products as well"),
+            ("a run with a higher rate", "it changes the size of all updates"),
+        ),
     ),
 )
 

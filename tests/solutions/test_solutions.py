@@ -15,6 +15,7 @@ import labutils as lab
 from labutils import checks
 from labutils.checks.accumulation import INNOCENT, LATE_LINE
 from labutils.checks.epoch_trials import judge_epoch
+from labutils.checks.mixed_precision import CONTROL_RUNS
 from labutils.checks.quiz import LETTERS, QUIZZES, Question
 from labutils.grade import answers_of
 from tests.helpers import committed
@@ -114,7 +115,7 @@ def defined(source: str, name: str):
 @pytest.mark.parametrize(
     ("notebook", "name", "exercise"),
     [
-        (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
+        (notebook_01.NOTEBOOK, "plain_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
         (notebook_03.NOTEBOOK, "broken_forward", "mended_forward"),
         (notebook_04.NOTEBOOK, "leaking_training", "repair"),
@@ -176,6 +177,19 @@ def test_the_bug_stands_in_the_line_that_the_check_knows():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         names["suspect"](model, stream, optimizer, lambda n, asked=asked: asked.append(n) or 0.0, 2)
     assert seen == {"given": [0, 2, 4], "mended": [0, 1, 2]}
+
+
+def test_the_notebook_lists_the_runs_that_the_control_is_chosen_from():
+    text = " ".join(cell.source for cell in cells_of(notebook_01.NOTEBOOK))
+    for letter, run in CONTROL_RUNS.items():
+        listed = ", ".join(f"{cause} {value}" for cause, value in run.items())
+        assert f"- {letter}: {listed.replace('3e-05', '3e-5').replace('0.002', '2e-3')}" in text
+
+
+def test_the_logs_of_the_notebook_are_those_of_the_solutions():
+    [cell] = [c for c in cells_of(notebook_01.NOTEBOOK) if "checks.scaler_log" in c.source]
+    logs = ast.literal_eval(cell.source.partition("logs = ")[2].partition("diagnosis")[0])
+    assert logs == notebook_01.LOGS
 
 
 STATEMENTS = [name for name, items in QUIZZES.items() if not isinstance(items[0], Question)]
