@@ -1,11 +1,8 @@
-"""The house: which folder may import which, which file may ask the allocator, how long files and
-lines may be.
-"""
+"""The house: which folder may import which, which file may ask the allocator, how wide lines are."""
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -41,8 +38,6 @@ MAY_IMPORT_LATE = (  # the command line, which must answer at once
     "tools/commands_predict.py",
     "tools/commands_runs.py",
 )
-
-not_yet = pytest.mark.xfail(strict=True, reason="the house is not finished")
 
 
 def floor_of(path: Path) -> str:
@@ -161,12 +156,6 @@ def test_free_memory_is_asked_for_in_one_place():
     assert len(lines) == 1, lines
 
 
-def test_files_are_short():
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    long = {str(path.relative_to(PACKAGE)): n for path, n in lengths.items() if n > 250}
-    assert len(long) <= 3 and all(n <= 300 for n in long.values()), long
-
-
 def test_lines_are_at_most_100_columns():
     wide = [
         f"{path.relative_to(PACKAGE)}:{i}"
@@ -175,16 +164,6 @@ def test_lines_are_at_most_100_columns():
         if len(line) > 100
     ]
     assert not wide, f"{len(wide)} lines, the first: {wide[:5]}"
-
-
-def test_comprehensions_are_rare():
-    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    n_lines = n_found = 0
-    for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        n_lines += len(text.splitlines())
-        n_found += sum(isinstance(node, kinds) for node in ast.walk(ast.parse(text)))
-    assert n_found <= 0.03 * n_lines, f"{n_found} in {n_lines} lines"
 
 
 def test_precisions_are_spelled_in_the_choices_only():
@@ -200,17 +179,3 @@ def test_precisions_are_spelled_in_the_choices_only():
             if isinstance(node, ast.Constant) and node.value in names:
                 lines.add(f"{place}:{node.lineno}")
     assert len(lines) <= 10, sorted(lines)
-
-
-def test_few_entries_in_the_package():
-    entries = [p for p in PACKAGE.iterdir() if p.name != "__pycache__"]
-    assert len(entries) <= 19 and sum(p.is_dir() for p in entries) >= 8, sorted(
-        p.name for p in entries
-    )
-
-
-def test_the_readme_of_the_package_names_every_file():
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    names = {path.name for path in FILES if path.name != "__init__.py"}
-    named = set(re.findall(r"[a-z_0-9]+\.py", text.partition("## Import rule")[0]))
-    assert named == names | {"__init__.py", "__main__.py"} - {"conftest.py"}

@@ -10,7 +10,6 @@ import matplotlib as mpl
 import nbformat
 import pytest
 
-from labutils.tools.labs import tidy
 from tests.helpers import REPO, committed
 
 mpl.use("Agg")
@@ -162,17 +161,6 @@ def test_labutils_is_imported_before_torch(name):
     first = sections(read(name))["setup"][0]
     before_torch, _, _ = first.partition("import torch")
     assert "import labutils" in before_torch
-
-
-def test_carriage_returns_are_folded():
-    cell = nbformat.v4.new_code_cell("x")
-    cell.outputs = [
-        nbformat.v4.new_output("stream", name="stdout", text=text)
-        for text in ("a: 0%|  |", "\ra: 50%|# |", "\ra: 100%|##|\n", "done\n")
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[cell])
-    tidy(notebook)
-    assert [output.text for output in notebook.cells[0].outputs] == ["a: 100%|##|\ndone\n"]
 
 
 # ---- the rules that make nbval strict

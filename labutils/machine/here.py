@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import time
@@ -109,6 +110,8 @@ def environment(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+    if "LABUTILS_NOTEBOOK" in os.environ:  # set where a notebook is executed as a whole
+        facts["notebook"] = os.environ["LABUTILS_NOTEBOOK"]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["capability"] = f"{properties.major}.{properties.minor}"

@@ -215,11 +215,6 @@ def _add_course(add: Add) -> None:
         metavar="FOLDER",
         help="execute nothing: write copies without outputs, for a class",
     )
-    labs.add_argument(
-        "--with-runs",
-        action="store_true",
-        help="with --student: also the package, the configs and this machine's records",
-    )
 
     grade = add("grade", commands_grade.grade, "score the exercises of submitted notebooks")
     grade.add_argument("folder", type=Path)

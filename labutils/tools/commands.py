@@ -186,23 +186,18 @@ def _points(measured: Measured) -> Iterator[tuple[float, float]]:
 
 def labs(options: argparse.Namespace) -> int:
     """Execute notebooks, all of them or those named; or write copies of them for students."""
-    from labutils.tools.labs import (
+    from labutils.pages import (
         all_notebooks,
         execute,
         find_notebook,
-        write_course,
+        write_index,
         write_student_copy,
     )
 
-    if options.with_runs and not options.student:
-        print("--with-runs goes with --student FOLDER", file=sys.stderr)
-        return 2
     chosen = [find_notebook(name) for name in options.notebook] or all_notebooks()
     if options.student:
         for path in chosen:
             print(f"wrote {write_student_copy(path, options.student)}, without outputs")
-        if options.with_runs:
-            print(f"wrote the package, the configs and {write_course(options.student)} records")
         return 0
     code = 0
     require_room()  # said now, and not after minutes
@@ -210,11 +205,10 @@ def labs(options: argparse.Namespace) -> int:
         if not execute(path, in_place=options.in_place):
             code = 1
     from labutils.exhibits.everything import save_all
-    from labutils.tools.site import write_site
 
     if not options.notebook:
         print(f"wrote {save_all()}")
-    print(f"wrote {write_site()}: it leads to all pages")
+    print(f"wrote {write_index()}: it leads to all pages")
     return code
 
 

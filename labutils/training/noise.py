@@ -1,4 +1,4 @@
-"""Can a difference be told from noise? One rule for all notebooks: pairs, an interval, a verdict."""
+"""Can a difference be told from noise? One rule for all notebooks: pairs, interval, verdict."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class RunRecord(BaseModel):
         versions = {
             k: v
             for k, v in self.environment.items()
-            if k not in ("commit", "torch.compile", "resumed")
+            if k not in ("commit", "notebook", "torch.compile", "resumed")
         }
         rest = {
             "name": self.name,

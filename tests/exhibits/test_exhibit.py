@@ -10,7 +10,7 @@ import pytest
 import labutils as lab
 from labutils.exhibits.everything import save_all
 from labutils.exhibits.exhibit import FOLDER
-from labutils.tools.pages import page as notebook_page
+from labutils.pages import page as notebook_page
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.html"))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import nbformat
 import pytest
 
-from labutils.tools import labs, site
-from labutils.tools.pages import page
+from labutils import pages
+from labutils.pages import page
 from labutils.training.records import RunRecord
 from tests.helpers import REPO
 
@@ -94,14 +94,18 @@ def test_the_index_leads_to_what_is_there(runs, visit, browser):
     runs.mkdir()
     RunRecord(id="20261121-000000000000-0000", created="", name="older").save()
     RunRecord(id="20261122-000000000000-0000", created="", name="mine <b>").save()
+    made_in = {"notebook": "01-A"}
+    RunRecord(id="20261123-000000000000-0000", created="", name="fp32", environment=made_in).save()
     (runs / "exhibits.html").write_text("<title>Things</title>")
     (runs / "01-A.html").write_text("<title>01 · A – A Card</title>")
     (runs / "01-A.ipynb").write_text("{}")
-    visit(site.write_site(), 400)
+    visit(pages.write_index(), 400)
     assert browser.execute_script("return document.body.scrollWidth <= window.innerWidth")
     links = browser.find_elements("css selector", "a")
-    names = ["01 · A – A Card", "Things to play with", "mine <b>", "older"]
-    assert [link.text for link in links] == names
+    names = ["Exhibits", "mine <b>", "older", "01 · A – A Card"]
+    assert [link.text for link in links if link.is_displayed()] == names
+    browser.find_element("css selector", "summary").click()  # runs of a notebook are folded
+    assert [link.text for link in links] == [*names, "fp32"]
     for link in links:  # relative, and there
         assert (runs / link.get_dom_attribute("href")).is_file()
 
@@ -110,11 +114,11 @@ def test_a_link_to_a_notebook_that_was_not_executed_says_so(runs):
     runs.mkdir()
     (runs / "02-B.html").write_text('<title>02</title><a href="scaler.html">more</a>')
     (runs / "02-B.ipynb").write_text("{}")
-    index = site.write_site()
+    index = pages.write_index()
     assert "labutils labs scaler" in (runs / "scaler.html").read_text(encoding="utf-8")
     assert "scaler" not in index.read_text(encoding="utf-8")
     (runs / "scaler.html").write_text("executed")
-    site.write_site()
+    pages.write_index()
     assert (runs / "scaler.html").read_text() == "executed"
 
 
@@ -122,8 +126,8 @@ def test_a_log_has_one_line_for_each_cell_and_no_warning(runs, tmp_path, capfd):
     path = tmp_path / "quick.ipynb"
     cells = [nbformat.v4.new_code_cell(source) for source in ("1", "1/0")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    assert not labs.execute(path)
+    assert not pages.execute(path)
     printed, errors = capfd.readouterr()
     assert "\r" not in printed and "cell 1/2, " in printed
-    assert len(printed.splitlines()) == 2 + 2  # each cell, the sum, the files
+    assert len(printed.splitlines()) == 2 + 2  # each cell, the time, the files
     assert "WARNING" not in errors and "\x1b" not in errors and "ZeroDivisionError" in errors

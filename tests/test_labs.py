@@ -10,37 +10,28 @@ import sys
 import nbformat
 import pytest
 
-from labutils.tools import labs
+from labutils import pages
 from labutils.tools.cli import main
 from tests.helpers import REPO
-from tests.tools.test_cli import TINY
-
-SOURCES = [
-    "import labutils as lab; device = lab.setup()",
-    "from labutils.files import runs_dir; print(runs_dir())",
-    "from labutils.training.records import find_runs; print([r.name for r in find_runs()[0]])",
-]
 
 
-def test_a_copy_with_runs_has_the_records_no_solutions_and_passes_run_all(runs, tmp_path):
-    assert main(["run", "fp32", *TINY]) == 0
+def test_a_student_copy_has_no_outputs_and_no_solutions(tmp_path):
+    solution = nbformat.v4.new_code_cell("answer = 42")
+    solution.metadata["tags"] = ["solution"]
+    question = nbformat.v4.new_code_cell("print('?')", execution_count=1)
+    question.outputs = [nbformat.v4.new_output("stream", text="?")]
     notebook = tmp_path / "quick.ipynb"
-    cells = [nbformat.v4.new_code_cell(source, execution_count=1) for source in SOURCES]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), notebook)
-    course = tmp_path / "course"
-    assert main(["labs", "--student", str(course), "--with-runs", str(notebook)]) == 0
-    assert len(list((course / "runs").glob("fp32-*.json"))) == 1
-    assert not (course / "tests").exists() and not list(course.rglob("*solution*"))
-    assert not list(course.glob("configs/my_*"))
-    environment = {k: v for k, v in os.environ.items() if k != "LABUTILS_RUNS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(course), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "labutils", "labs", "quick.ipynb"]
-    done = subprocess.run(command, cwd=course, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    executed = nbformat.read(course / "runs" / "quick.ipynb", as_version=4)
-    texts = [cell.outputs[0].text for cell in executed.cells if cell.outputs]
-    assert texts[1] == f"{course / 'runs'}\n" and texts[2] == "['fp32']\n"
-    assert "fp32" in (course / "runs" / "index.html").read_text(encoding="utf-8")
+    nbformat.write(nbformat.v4.new_notebook(cells=[question, solution]), notebook)
+    assert main(["labs", "--student", str(tmp_path / "course"), str(notebook)]) == 0
+    [cell] = nbformat.read(tmp_path / "course" / "quick.ipynb", as_version=4).cells
+    assert cell.source == "print('?')" and not cell.outputs and cell.execution_count is None
+
+
+def test_a_copy_of_the_course_keeps_its_folders(tmp_path, capsys):
+    assert main(["labs", "--student", str(tmp_path), "scaler"]) == 0
+    assert (tmp_path / "further" / "scaler.ipynb").is_file()
+    assert main(["labs", "--student", str(tmp_path), "scaler"]) == 1
+    assert "exists already; choose another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -48,8 +39,8 @@ def test_a_copy_with_runs_has_the_records_no_solutions_and_passes_run_all(runs, 
 )
 def test_a_notebook_of_the_course_has_short_names(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # not the course's folder
-    assert labs.find_notebook(name) == REPO / "02-Gradient_Accumulation.ipynb"
-    assert labs.find_notebook("scaler") == REPO / "further" / "scaler.ipynb"
+    assert pages.find_notebook(name) == REPO / "02-Gradient_Accumulation.ipynb"
+    assert pages.find_notebook("scaler") == REPO / "further" / "scaler.ipynb"
 
 
 def test_a_wrong_name_ends_before_anything_runs_and_names_the_notebooks(runs, capsys):
@@ -67,11 +58,6 @@ def test_a_file_that_is_no_notebook_is_named_as_such(content, tmp_path, capsys):
     for arguments in ([str(path)], ["--student", str(tmp_path / "copies"), str(path)]):
         assert main(["labs", *arguments]) == 1
         assert f"{path} is not a notebook" in capsys.readouterr().err
-
-
-def test_runs_without_a_folder_for_copies_are_refused(capsys):
-    assert main(["labs", "--with-runs", "02"]) == 2
-    assert "--student FOLDER" in capsys.readouterr().err
 
 
 def test_a_file_in_place_of_the_folder_is_named(tmp_path, capsys):
@@ -107,6 +93,18 @@ def test_ctrl_c_keeps_what_was_executed_and_begins_no_other_notebook(tmp_path):
 def test_where_nothing_can_be_written_no_notebook_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path / "file"))
-    monkeypatch.setattr(labs, "NotebookClient", None)  # it would be called
+    monkeypatch.setattr(pages, "NotebookClient", None)  # it would be called
     assert main(["labs", "02"]) == 1
     assert "nothing can be written to" in capsys.readouterr().err
+
+
+def test_a_progress_bar_is_kept_as_it_ended(runs, tmp_path):
+    path = tmp_path / "bar.ipynb"
+    source = "import sys\nfor n in (0, 50, 100): print(f'\\r{n} %', end='', flush=True)\nprint()"
+    cells = [nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("{}['gone']")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    assert not pages.execute(path)
+    bar, error = nbformat.read(runs / "bar.ipynb", as_version=4).cells
+    assert [output.text for output in bar.outputs] == ["100 %\n"]
+    assert error.outputs[0].traceback == ["KeyError: 'gone'"]  # no frames, no folders
+    assert "execution" not in bar.metadata

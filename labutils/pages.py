@@ -1,0 +1,266 @@
+"""Notebooks: executed into runs/, as pages that need no network, with an index over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import html
+import os
+import re
+import signal
+import sys
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jinja2 import Environment, FileSystemLoader, pass_context
+from latex2mathml.converter import convert
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbconvert import HTMLExporter
+from nbconvert.filters import strip_ansi
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+
+from labutils.config.schema import ConfigError
+from labutils.files import REPO_DIR, make_folder, runs_dir, write_atomically
+from labutils.machine.gpu import choose_device
+from labutils.machine.here import product_name
+from labutils.training.records import RunRecord, find_runs
+
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent / "page"), autoescape=True)
+CELL_TIMEOUT_S = 1200
+QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
+PRINTED = re.compile(r"(<pre>)(.*?)(</pre>)", re.S)
+COLUMNS = re.compile(r"(?:^[^<\n]*[^ <\n] {2,}[^ <\n][^<\n]*\n?){2,}", re.M)  # in two lines or more
+NOTEBOOK_LINK = re.compile(r"^(?![a-z]+:)(?:.*/)?([^/#]+)\.ipynb")  # not into another site
+
+
+def core_notebooks() -> list[Path]:
+    """Return the paths of notebooks 01 to 04, in order."""
+    return sorted(REPO_DIR.glob("0*.ipynb"))
+
+
+def all_notebooks() -> list[Path]:
+    """Return the paths of the course's notebooks: the core, then the optional ones."""
+    return [*core_notebooks(), *sorted(REPO_DIR.glob("further/*.ipynb"))]
+
+
+def find_notebook(name: str) -> Path:
+    """Return the notebook meant by a path, or by the name of a notebook of this course.
+
+    The name may lack its ending, and a number is enough: "02". Raises OSError or ConfigError.
+    """
+    path = Path(name)
+    if not path.is_file():
+        known = {key: p for p in all_notebooks() for key in (p.stem.partition("-")[0], p.stem)}
+        if path.name.removesuffix(".ipynb") not in known:
+            there_are = ", ".join(p.relative_to(REPO_DIR).as_posix() for p in all_notebooks())
+            raise FileNotFoundError(f"no such notebook: {name}. There are: {there_are}")
+        path = known[path.name.removesuffix(".ipynb")]
+    read_notebook(path)
+    return path
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    """Return a notebook. Raises OSError, and ConfigError for a file that is no notebook."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:  # JSON may be a list
+        raise ConfigError(f"{path} is not a notebook; its name should end in .ipynb") from error
+
+
+def execute(path: Path, *, in_place: bool = False) -> bool:
+    """Run a notebook in a fresh kernel, write `runs/<name>.ipynb` and `.html`, return success.
+
+    The notebook is written even if a cell fails, or at Ctrl-C: it shows how far it came. `in_place`
+    writes it back to `path` instead, if it came to its end.
+    """
+    notebook = read_notebook(path)
+    interrupt = _Interrupt()
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        extra_arguments=QUIET,
+        coalesce_streams=True,  # one output of each stream, without what progress bars overwrote
+        record_timing=False,
+        resources={"metadata": {"path": str(REPO_DIR)}},
+        on_cell_executed=_Progress(path.name, notebook),
+        on_notebook_start=interrupt,
+    )
+    start, problem = time.perf_counter(), ""
+    try:
+        client.execute(env=os.environ | {"LABUTILS_NOTEBOOK": path.stem})
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        problem = str(error)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        interrupt.has_come = True
+    if interrupt.has_come:
+        problem = f"interrupted in {path.name}"
+    over = "\r" if sys.stdout.isatty() else ""
+    print(f"{over}{path.name}: {time.perf_counter() - start:.0f} s{' ' * 20}".rstrip())
+    _shorten_errors(notebook)
+    target = path if in_place and not problem else runs_dir() / path.name
+    write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
+    text = page(notebook, product_name(choose_device()))
+    write_atomically(runs_dir() / f"{path.stem}.html", text.encode())
+    print(f"wrote {target} and {runs_dir() / path.stem}.html")
+    if problem:
+        print(problem if sys.stderr.isatty() else strip_ansi(problem), file=sys.stderr)
+    if interrupt.has_come:
+        raise KeyboardInterrupt  # the notebooks after it are not executed
+    return not problem
+
+
+class _Progress:
+    """Prints how many cells are done: over one line on a screen, a line for each in a file."""
+
+    def __init__(self, name: str, notebook: nbformat.NotebookNode) -> None:
+        self.name, self.start, self.done = name, time.perf_counter(), 0
+        self.total = sum(cell.cell_type == "code" for cell in notebook.cells)
+
+    def __call__(self, cell: nbformat.NotebookNode, **_: object) -> None:
+        if cell.cell_type != "code":
+            return
+        self.done += 1
+        line = f"{self.name}: cell {self.done}/{self.total}"
+        if sys.stdout.isatty():
+            print(f"\r{line}", end="", flush=True)
+        else:
+            print(f"{line}, {time.perf_counter() - self.start:.0f} s", flush=True)
+
+
+class _Interrupt:
+    """Lets Ctrl-C cancel the task: nbclient's own handler ends in an AssertionError."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def __call__(self, **_: object) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def cancel() -> None:
+            self.has_come = True  # nbclient reports a cancelled task as a dead kernel
+            task.cancel()
+
+        with suppress(RuntimeError, NotImplementedError):  # Windows, or not the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, cancel)
+
+
+def _shorten_errors(notebook: nbformat.NotebookNode) -> None:
+    """Leave out the frames of errors, which name folders of this machine, and widgets' state."""
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                output.traceback = [f"{output.ename}: {output.evalue}"]
+
+
+class _Renderer(IPythonRenderer):
+    """Markdown → HTML with formulas as MathML and links that lead from page to page."""
+
+    def block_math(self, body: str) -> str:
+        return f"<p>{convert(body, display='block')}</p>"
+
+    def inline_math(self, body: str) -> str:
+        return convert(body)
+
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        return super().link(text, NOTEBOOK_LINK.sub(r"\1.html", url), title)
+
+
+class _PageExporter(HTMLExporter):
+    """nbconvert's HTML exporter with the template in `page/`."""
+
+    @property
+    def extra_template_basedirs(self) -> list[str]:
+        return [str(Path(__file__).parent)]
+
+    def _template_name_default(self) -> str:
+        return "page"
+
+    @pass_context
+    def markdown2html(self, context: Any, source: str) -> str:
+        attachments = context.get("cell", {}).get("attachments", {})
+        return MarkdownWithMath(_Renderer(escape=False, attachments=attachments)).render(source)
+
+
+def page(notebook: nbformat.NotebookNode, device: str) -> str:
+    """Return a notebook's page, with its first heading and the device in its title.
+
+    Nothing is loaded from a network. Printed columns scroll on a narrow screen; sentences wrap.
+    """
+    notebook = copy.deepcopy(notebook)
+    markdown = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    headings = re.findall(r"^# (.+)$", markdown, flags=re.M) or ["Notebook"]
+    notebook.metadata["title"] = f"{headings[0]} – {device}"
+    text, _ = _PageExporter().from_notebook_node(notebook)
+
+    def scroll(printed: re.Match) -> str:
+        return (
+            printed[1] + COLUMNS.sub(r'<span class="columns">\g<0></span>', printed[2]) + printed[3]
+        )
+
+    sections = re.findall(r'<h2 id="([^"]+)">(.*?)<a class="anchor-link"', text, re.S)
+    lines = ['<li><a href="index.html">All pages</a></li>']
+    lines += [f'<li><a href="#{name}">{title}</a></li>' for name, title in sections]
+    contents = f'<nav class="contents" aria-label="Contents"><ol>{"".join(lines)}</ol></nav>'
+    return PRINTED.sub(scroll, text).replace("<main>", f"{contents}\n<main>", 1)
+
+
+def write_index() -> Path:
+    """Write `runs/index.html` over all pages and runs; return its path.
+
+    The reader's own runs come first; those of a notebook stand folded under it. All links are
+    relative. A page that others link to, of a notebook that was not executed, then says so.
+    """
+    folder = runs_dir()
+    by_notebook: dict[str, list[RunRecord]] = defaultdict(list)
+    for record in reversed(find_runs()[0]):
+        by_notebook[record.environment.get("notebook", "")].append(record)
+    pages, linked = [], set()
+    for path in sorted(folder.glob("*.html")):
+        if path.with_suffix(".ipynb").exists():
+            text = path.read_text(encoding="utf-8")
+            title = re.search(r"<title>(.*?)</title>", text, re.S)
+            page_facts = {"file": path.name, "records": by_notebook[path.stem]}
+            pages.append(page_facts | {"title": html.unescape(title[1].strip())})
+            linked |= set(re.findall(r'href="([\w-]+)\.html"', text))
+    index = TEMPLATES.get_template("runs.html.j2").render(
+        pages=pages,
+        own_records=by_notebook[""],
+        has_exhibits=(folder / "exhibits.html").exists(),
+    )
+    write_atomically(folder / "index.html", index.encode())
+    for name in linked:
+        if not (folder / f"{name}.html").exists():
+            missing = TEMPLATES.get_template("missing.html.j2").render(name=name)
+            write_atomically(folder / f"{name}.html", missing.encode())
+    return folder / "index.html"
+
+
+def write_student_copy(path: Path, folder: Path) -> Path:
+    """Write a notebook without outputs and without solutions into a folder; return the copy's path.
+
+    A guess then comes before its result. Cells tagged `solution` are left out. A notebook of the
+    course keeps its place below the folder, so that links lead from copy to copy. Raises OSError
+    if the copy is there already.
+    """
+    notebook = read_notebook(path)
+    notebook.cells = [c for c in notebook.cells if "solution" not in c.metadata.get("tags", [])]
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    source, place = path.resolve(), Path(path.name)
+    if source.is_relative_to(REPO_DIR):
+        place = source.relative_to(REPO_DIR)
+    make_folder(folder)
+    target = folder / place
+    if target.exists():
+        raise FileExistsError(f"{target} exists already; choose another folder")
+    write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
+    return target
