@@ -1,61 +1,127 @@
-"""The self-test at the end of a notebook: ten statements, true or false, and why."""
+"""The self-test at the end of a notebook: statements, or questions with four choices, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 Statement = tuple[str, bool, str]  # (statement, whether it is true, why)
+LETTERS = "abcd"
 
-PROFILING: tuple[Statement, ...] = (
-    (
-        "A technique that saves activations always lowers the peak.",
-        False,
-        "only if activations are alive at the peak",
+
+@dataclass(frozen=True)
+class Question:
+    """A question with four choices: each with why it is right, or what is wrong about it."""
+
+    text: str
+    right: str  # a letter
+    choices: tuple[tuple[str, str], ...]  # (choice, why), in the order of LETTERS
+
+
+PROFILING: tuple[Question, ...] = (
+    Question(
+        "A technique halves what the blocks keep for backward. The peak stays. Why?",
+        "b",
+        (
+            (
+                "the counter counts reserved bytes",
+                "max_memory_allocated counts tensors, not segments",
+            ),
+            (
+                "the peak lies where few activations are alive",
+                "only what is alive at the peak lowers it",
+            ),
+            ("activations never make the peak", "in section 1 they are 16 of 42 MiB"),
+            ("the cache was not emptied", "the cache is no part of what is allocated"),
+        ),
     ),
-    (
-        "empty_cache() frees tensors that a variable still holds.",
-        False,
-        "it returns cached segments in which no tensor lives",
+    Question(
+        "A process has 3.0 GiB allocated and 3.6 reserved. empty_cache() leaves 3.6. Why?",
+        "d",
+        (
+            ("empty_cache needs a synchronize first", "it waits by itself"),
+            ("a living variable holds the 0.6 GiB", "then they would be allocated"),
+            ("0.6 GiB are the context", "the context is not in reserved"),
+            ("in each segment some tensor lives", "only whole free segments go back"),
+        ),
     ),
-    (
-        "nvidia-smi shows at least what PyTorch has reserved.",
-        True,
-        "reserved segments, and the context",
+    Question(
+        "_dump_snapshot is called after a step, and nothing before. What is in the file?",
+        "a",
+        (
+            ("the present blocks, without a history", "_record_memory_history must come first"),
+            ("the last 100,000 events", "max_entries belongs to _record_memory_history"),
+            ("nothing at all", "segments and their blocks are there"),
+            ("the history of the last step", "nothing was recorded"),
+        ),
     ),
-    (
-        "A snapshot made without _record_memory_history first has no history.",
-        True,
-        "only the present state",
+    Question(
+        "By a profile a rewrite saves 12 ms, by a clock in turns 4 ms. What do you report?",
+        "c",
+        (
+            (
+                "12 ms: the profile sees each operation",
+                "recording slows operations, and not all by one factor",
+            ),
+            ("8 ms, the mean", "a mean of a right and a wrong number"),
+            ("4 ms: the clock ran without the recorder", "the profile tells where to look"),
+            (
+                "the share by the profile, the time by the clock",
+                "the share is as slanted as the time",
+            ),
+        ),
     ),
-    (
-        "Twice the batch needs at least twice the memory.",
-        False,
-        "weights and moments do not grow with it",
+    Question(
+        "Peaks of 2, 4 and 6 sequences: 900, 1300, 1700 MiB. What does the intercept hold?",
+        "b",
+        (
+            ("activations of the first sequence", "they are in the slope"),
+            (
+                "weights, moments and what else no sequence adds to",
+                "it is the peak of a batch of nothing",
+            ),
+            ("fragmentation", "allocated bytes have no holes"),
+            ("the context", "the context is not allocated by PyTorch"),
+        ),
     ),
-    (
-        "More accumulation steps at the same micro-batch lower the peak.",
-        False,
-        "the micro-batch must shrink",
+    Question(
+        "In a notebook a cell died of out of memory. What frees its tensors?",
+        "d",
+        (
+            ("torch.cuda.empty_cache()", "they are alive, so they are no cache"),
+            ("gc.collect()", "frames still refer to them"),
+            ("running the cell again", "then a new error holds new ones"),
+            ("clearing the frames of the traceback", "the frames' variables are what holds them"),
+        ),
     ),
-    (
-        "After a failed cell, tensors of its functions can still be alive.",
-        True,
-        "the traceback keeps their frames",
+    Question(
+        "Float32, AdamW. How many bytes per parameter are alive when backward begins?",
+        "a",
+        (
+            ("12", "weight and two moments; gradients come during backward"),
+            ("4", "those are the weights alone"),
+            ("16", "that is so at its end, with the gradients"),
+            ("8", "two moments, and the weight as well"),
+        ),
     ),
-    (
-        "In a small model with a large vocabulary the logits can outweigh a block.",
-        True,
-        "section 4",
-    ),
-    (
-        "A BF16 weight rounded to nearest follows every small update.",
-        False,
-        "below half a step it does not move",
-    ),
-    (
-        "Freeing gradients in backward still allows clipping by the global norm.",
-        False,
-        "that needs all gradients",
+    Question(
+        "Which change lowers the peak of a step that is full of activations?",
+        "c",
+        (
+            (
+                "more accumulation steps at the same micro-batch",
+                "the same micro-batch keeps the same activations",
+            ),
+            ("a fused AdamW", "it saves temporaries of the optimizer phase"),
+            (
+                "a smaller micro-batch, and more accumulation steps",
+                "fewer tokens are alive at once, and the batch stays",
+            ),
+            (
+                "zero_grad() before the step instead of after it",
+                "gradients are not what the step is full of",
+            ),
+        ),
     ),
 )
 
@@ -165,46 +231,93 @@ ACCUMULATION: tuple[Statement, ...] = (
     ),
 )
 
-CHECKPOINTING: tuple[Statement, ...] = (
-    (
-        "Checkpointing changes the gradient a little, so the loss curve differs.",
-        False,
-        "section 2: with the random state kept, the second run computes the same numbers",
+CHECKPOINTING: tuple[Question, ...] = (
+    Question(
+        "A layer computes y = sin(x). What does autograd keep of it for the backward pass?",
+        "b",
+        (
+            ("its output y", "the derivative is cos(x): the output does not give it back"),
+            ("its input x", "the derivative cos(x) is computed from x"),
+            ("both x and y", "one of them is enough for cos(x)"),
+            ("nothing", "only a derivative that needs no number of the pass keeps nothing: a sum"),
+        ),
     ),
-    (
-        "A checkpoint for each block halves the peak, whatever the batch.",
-        False,
-        "section 5: for one short sequence the peak stays, because activations do not make it",
+    Question(
+        "A checkpointed segment forgets the random state. What do you see in a training run?",
+        "d",
+        (
+            ("an error in backward", "every shape fits, so nothing raises"),
+            ("another loss in the first step", "the forward pass is unchanged, so this loss is"),
+            ("no change: dropout is random anyway", "both passes must use the same masks"),
+            ("nothing, but the gradient is wrong", "it mixes two sets of masks: section 2"),
+        ),
     ),
-    (
-        "With a checkpoint per block a step runs about four thirds of the FLOPs, or less.",
-        True,
-        "section 4: forward, forward again, and a backward pass of two forward passes",
+    Question(
+        "48 layers keep 3 times their input each. Which number of equal segments has the "
+        "smallest peak?",
+        "a",
+        (
+            ("12", "√(3 · 48): 12 inputs, and 4 layers of 3 inputs each"),
+            ("7, for √48", "√L is for layers that keep just their input"),
+            ("4", "the ratio acts the other way: what keeps much asks for short segments"),
+            ("48", "then all the inputs are the largest part: 48 of them"),
+        ),
     ),
-    (
-        "√L segments are best for GPT-2 in float32, as for any network of L layers.",
-        False,
-        "section 3: √(r L) is best, and r is about 16 for such a block",
+    Question(
+        "The forward pass takes half of a plain step. Now each layer runs forward once more. How "
+        "long is the step?",
+        "c",
+        (
+            ("1.33 times", "a third holds only where backward takes twice as long as forward"),
+            ("2 times", "only the forward pass is repeated, not the step"),
+            ("1.5 times", "1 + the share of what is repeated, and what checkpoint itself costs"),
+            ("1.25 times", "all of the forward pass is run again, not half of it"),
+        ),
     ),
-    (
-        "If the loss looks right, no random state was forgotten.",
-        False,
-        "section 2: the forward pass is unchanged; only the gradient is wrong",
+    Question(
+        "A checkpoint for each block brings activations from 6184 to 416 MiB. What becomes of "
+        "the peak?",
+        "d",
+        (
+            ("it falls to a fifteenth", "the peak also holds weights, gradients and logits"),
+            ("it falls by half", "no share holds for every batch"),
+            (
+                "it falls by 5768 MiB",
+                "only if all of them were alive at the peak, and it stays there",
+            ),
+            ("one must look which phase has it", "it falls as far as they are alive: section 5"),
+        ),
     ),
-    (
-        "A BatchNorm inside a checkpointed segment updates its statistics twice in a step.",
-        True,
-        "section 5: it runs twice, and nothing takes the second update back",
+    Question(
+        "Hugging Face's switch is on, and activations are as large as without. What is the first "
+        "thing to look at?",
+        "b",
+        (
+            ("the batch: it is too small", "activations shrink at any batch size"),
+            ("whether the model is in eval()", "there the switch is silently off: section 5"),
+            ("the dropout: it is above 0", "dropout changes what is kept, not whether it is"),
+            ("the optimizer: it keeps them", "its two moments are no activations"),
+        ),
     ),
-    (
-        "Under eval() Hugging Face's switch saves as much as under train().",
-        False,
-        "section 5: it is silently off",
+    Question(
+        "BatchNorm inside a checkpointed segment: what is different from a plain run?",
+        "c",
+        (
+            ("its gradient", "both runs see the same batch, so the same mean"),
+            ("nothing", "its running mean changes whenever it runs"),
+            ("its running statistics", "it runs twice in a step, and each run updates them"),
+            ("its output in the forward pass", "in training it uses the batch's own mean"),
+        ),
     ),
-    (
-        "A card of twice the memory holds at least twice as many sequences.",
-        True,
-        "section 6: weights, gradients and optimizer state need their memory only once",
+    Question(
+        "A card of 8 GiB fits 3 sequences. About how many fit on 16 GiB?",
+        "a",
+        (
+            ("more than 6", "weights, gradients and optimizer state need their memory only once"),
+            ("6", "twice the memory is more than twice what is left for activations"),
+            ("fewer than 6", "what does not grow with the batch is paid for already"),
+            ("3: the weights fill the rest", "the weights do not grow with the card"),
+        ),
     ),
 )
 QUIZZES = {
@@ -215,21 +328,43 @@ QUIZZES = {
 }
 
 
-def self_test(answers: Sequence[bool | None], quiz: str) -> None:
-    """Print the statements of a quiz, and for each answer whether it is right, and why.
+def self_test(answers: Sequence[bool | str | None], quiz: str) -> None:
+    """Print the items of a quiz, and for each answer whether it is right, and why.
 
-    An answer of None is open: its reason is not printed. Raises ValueError for an unknown quiz.
+    A statement is answered by True or False, a question by the letter of a choice. An answer of
+    None is open: its reason is not printed. Raises ValueError for an unknown quiz.
     """
     if quiz not in QUIZZES:
         raise ValueError(f"there is no quiz {quiz!r}; there are: {', '.join(QUIZZES)}")
-    statements = QUIZZES[quiz]
-    if len(answers) != len(statements):
-        print(f"There are {len(statements)} statements; the list has {len(answers)} entries.")
+    items = QUIZZES[quiz]
+    if len(answers) != len(items):
+        kind = "questions" if isinstance(items[0], Question) else "statements"
+        print(f"There are {len(items)} {kind}; the list has {len(answers)} entries.")
         return
-    pairs = zip(statements, answers, strict=True)
-    for number, ((text, truth, reason), answer) in enumerate(pairs, start=1):
-        if answer is None:
-            print(f"{number:2d}. open   {text}")
+    for number, (item, answer) in enumerate(zip(items, answers, strict=True), start=1):
+        if isinstance(item, Question):
+            print(f"{number:2d}. {_answered(item, answer)}")
         else:
-            verdict = "right" if answer is truth else "wrong"
-            print(f"{number:2d}. {verdict}  {text} ({reason})")
+            print(f"{number:2d}. {_judged(item, answer)}")
+
+
+def _judged(statement: Statement, answer: bool | None) -> str:
+    text, truth, reason = statement
+    if answer is None:
+        return f"open   {text}"
+    return f"{'right' if answer is truth else 'wrong'}  {text} ({reason})"
+
+
+def _answered(question: Question, answer: str | None) -> str:
+    """Return the question with its choices, or with the chosen one and what is to say of it."""
+    letter = str(answer).lower()
+    lines = [f"open   {question.text}"]
+    if letter not in LETTERS or len(letter) != 1:
+        if answer is not None:
+            lines[0] += ' (answer by a letter, for example "a")'
+        for each, (choice, _) in zip(LETTERS, question.choices, strict=True):
+            lines.append(f"       {each}) {choice}")
+        return "\n".join(lines)
+    choice, why = question.choices[LETTERS.index(letter)]
+    verdict = "right" if letter == question.right else "wrong"
+    return f"{verdict}  {question.text}\n       {letter}) {choice} ({why})"

@@ -5,6 +5,7 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 
 from __future__ import annotations
 
+from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto, pareto_front
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
@@ -62,6 +63,8 @@ __all__ = [
     "bands",
     "bars_beside",
     "bit_layout",
+    "block_history",
+    "blocks",
     "curves",
     "four_panels",
     "gradient_histogram",

@@ -86,7 +86,7 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
             middle = (start + end) / 2
             ax.text(middle, 1.14 * top, phase, ha="center", va="center", fontsize="small")
     ax.set(xlim=(0, at[-1]), ylim=(0, 1.22 * top), xticks=[], ylabel="MiB allocated")
-    ax.set_xlabel(f"one step from left to right: {ledger.method}")
+    ax.set_xlabel(f"operations of one step in order, not in time ({ledger.method})")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
@@ -125,7 +125,7 @@ def snapshot(found: Snapshot, ax: Axes | None = None, n_lines: int = 7) -> Axes:
         hatch = HATCHES[i % len(HATCHES)]
         layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
     ax.set(xlim=(0, max(1, len(alive) - 1)), ylim=(0, None), ylabel="MiB allocated since the start")
-    ax.set_xlabel(f"allocations and frees, in order: {found.method}")
+    ax.set_xlabel(f"allocations and frees in order, not in time ({found.method})")
     ax.legend(
         frameon=False,
         loc="upper center",

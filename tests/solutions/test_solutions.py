@@ -15,7 +15,7 @@ import labutils as lab
 from labutils import checks
 from labutils.checks.accumulation import INNOCENT, LATE_LINE
 from labutils.checks.epoch_trials import judge_epoch
-from labutils.checks.quiz import QUIZZES
+from labutils.checks.quiz import LETTERS, QUIZZES, Question
 from labutils.tools.grading.grade import grade_folder
 from tests.helpers import committed
 from tests.solutions import (
@@ -183,30 +183,58 @@ def test_the_bug_stands_in_the_line_that_the_check_knows():
     assert seen == {"given": [0, 2, 4], "mended": [0, 1, 2]}
 
 
-@pytest.mark.parametrize("quiz", QUIZZES)
-def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, quiz):
-    def printed_for(answers: list) -> str:
-        checks.self_test(answers, quiz)
-        return capsys.readouterr().out.strip()
+STATEMENTS = [name for name, items in QUIZZES.items() if not isinstance(items[0], Question)]
+QUESTIONS = [name for name in QUIZZES if name not in STATEMENTS]
 
+
+def printed_for(capsys, answers: list, quiz: str) -> str:
+    checks.self_test(answers, quiz)
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("quiz", STATEMENTS)
+def test_self_test_tells_right_from_wrong_and_gives_no_answer_away(capsys, quiz):
     texts, truths, reasons = zip(*QUIZZES[quiz], strict=True)
     opposites = [not truth for truth in truths]
     nothing = [None] * len(truths)
     for answers, word in ((truths, "right"), (opposites, "wrong"), (nothing, "open")):
-        printed = printed_for(answers)
+        printed = printed_for(capsys, answers, quiz)
         assert printed.count(f". {word}") == len(truths)
         for text, reason in zip(texts, reasons, strict=True):
             assert text in printed
             assert (f"({reason})" in printed) == (word != "open")
-    assert f"{len(truths)} statements" in printed_for([True])
+    assert f"{len(truths)} statements" in printed_for(capsys, [True], quiz)
     assert 3 <= sum(truths) <= len(truths) - 3  # neither all "yes" nor all "no" gets far
 
 
+@pytest.mark.parametrize("quiz", QUESTIONS)
+def test_a_question_says_what_is_wrong_about_the_chosen_answer_only(capsys, quiz):
+    questions = QUIZZES[quiz]
+    printed = printed_for(capsys, [None] * len(questions), quiz)
+    for question in questions:
+        assert len(question.choices) == 4 and question.right in LETTERS
+        assert question.text in printed
+        for choice, why in question.choices:
+            assert choice in printed and why not in printed
+    for letter, (choice, why) in zip("ABCD", questions[0].choices, strict=True):
+        printed = printed_for(capsys, [letter, *[None] * (len(questions) - 1)], quiz)
+        verdict = "right" if letter.lower() == questions[0].right else "wrong"
+        assert printed.startswith(f"1. {verdict}") and f"{choice} ({why})" in printed
+    assert "by a letter" in printed_for(capsys, [True, *[None] * (len(questions) - 1)], quiz)
+    assert f"{len(questions)} questions" in printed_for(capsys, ["a"], quiz)
+
+
+@pytest.mark.parametrize("quiz", QUESTIONS)
+def test_one_letter_everywhere_earns_little(quiz):
+    right = [question.right for question in QUIZZES[quiz]]
+    assert max(map(right.count, LETTERS)) <= 0.3 * len(right)
+
+
 def test_a_true_statement_is_judged_as_true(capsys):
-    checks.self_test([False] + 9 * [None], "profiling")
+    checks.self_test([False] + 9 * [None], "mixed_precision")
     first = capsys.readouterr().out.strip().splitlines()[0]
-    # Saving activations does not always lower the peak.
-    assert first.startswith("1. right") and "saves activations always lowers" in first
+    # Autocast leaves the moments in float32.
+    assert first.startswith("1. right") and "halves the bytes of AdamW" in first
 
 
 def test_an_unknown_quiz_is_refused():
