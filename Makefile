@@ -1,5 +1,7 @@
-# make test: everything CI runs.
-# make labs: execute the notebooks on this machine, into runs/.
+# make labs:      execute the four notebooks on this machine, into runs/. make further: the optional ones.
+# make test:      the gate: lint, unit tests, and the four notebooks once.
+# make test-all:  what the gate leaves out and 35 minutes have room for. make test-slow: the rest.
+# make readme:    copy the README's figure out of notebook 01, as committed.
 # make gpu:  on a machine with an NVIDIA GPU, run the GPU tests, the notebooks, a memory snapshot
 #            and the benchmark. Their records, the snapshot, the benchmark's results and the
 #            comparison of the ledger with the card land in labutils/reference/. A step that has
@@ -13,10 +15,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Two processes with a thread each: threads that wait for each other's are slower than none.
 TWO_AT_ONCE := OMP_NUM_THREADS=1
+PYTEST = $(BIN)/python -m pytest -q --durations=5
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-
-.PHONY: labs test configs exhibits lint gpu gpu-is-here clean
+.PHONY: labs further test test-all test-busy test-further test-avx2 test-more test-slow lint
+.PHONY: readme configs exhibits gpu gpu-is-here clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -27,13 +30,38 @@ $(VENV)/installed: pyproject.toml constraints.txt
 labs: $(VENV)/installed
 	$(BIN)/python -m labutils labs
 
+further: $(VENV)/installed
+	$(BIN)/python -m labutils labs $(wildcard further/*.ipynb)
+
+# What the gate leaves out is said in pyproject.toml.
 test: $(VENV)/installed lint
-	$(TWO_AT_ONCE) $(BIN)/python -m pytest -q --durations=5 -n 2 --dist loadfile
+	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile
+
+test-all: test-busy test-further test-avx2 test-more
+
+# Alone: these tests keep every core busy on purpose, and notebooks time their steps.
+test-busy: $(VENV)/installed
+	$(PYTEST) -m busy tests
+
+test-further: $(VENV)/installed
+	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile further/*.ipynb
+
+# With as many threads as a reader has: the outputs that are compared depend on neither.
+test-avx2: $(VENV)/installed
 	@if $(BIN)/python -c "import torch; \
 	raise SystemExit(torch.backends.cpu.get_cpu_capability() == 'AVX2')"; \
-	then echo "once more, capped to AVX2, like most laptops"; \
-	$(AVX2) $(BIN)/python -m pytest -q 0*.ipynb; \
+	then echo "the four notebooks once more, capped to AVX2, like most laptops"; \
+	$(AVX2) $(PYTEST) 0*.ipynb; \
 	else echo "this CPU has AVX2 and no more: nothing to cap"; fi
+
+test-more: $(VENV)/installed
+	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile -m "(browser or processes or slow) and not slowest" tests
+
+test-slow: $(VENV)/installed
+	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist load -m slowest tests
+
+readme: $(VENV)/installed
+	$(BIN)/python benchmarks/readme_figure.py
 
 configs: $(VENV)/installed
 	$(BIN)/python -m labutils.tools.configs

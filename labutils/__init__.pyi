@@ -39,13 +39,11 @@ from labutils.prediction import allocator as allocator
 from labutils.prediction import arithmetic as arithmetic
 from labutils.prediction import roofline as roofline
 from labutils.prediction.advise import advise as advise
-from labutils.prediction.arithmetic import closed_form as closed_form
 from labutils.prediction.arithmetic import n_parameters as n_parameters
 from labutils.prediction.arithmetic import static_gib as static_gib
 from labutils.prediction.changes import time_cost as time_cost
 from labutils.prediction.fit import fit as fit
 from labutils.prediction.large import predict_large as predict_large
-from labutils.prediction.memory import BatchSizes as BatchSizes
 from labutils.prediction.memory import needed_gib as needed_gib
 from labutils.prediction.memory import predict_memory as predict_memory
 from labutils.prediction.module import predict_module as predict_module

@@ -47,7 +47,11 @@ def runs(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by mark
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
     if torch.cuda.is_available():
         return
     for item in items:

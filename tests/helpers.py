@@ -19,6 +19,7 @@ from labutils.techniques.schedule import learning_rate_at
 
 REPO = Path(__file__).resolve().parent.parent
 slow = pytest.mark.slow
+slowest = pytest.mark.slowest
 CPU = torch.device("cpu")
 
 

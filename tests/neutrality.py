@@ -1,72 +1,93 @@
-"""Does a change leave every number alone? `python tests/neutrality.py COMMIT` compares it with this
-checkout.
+"""Does a change leave every number alone? `python tests/neutrality.py COMMIT` compares this checkout
+with a commit. A second word keeps the questions that contain it: `COMMIT published`.
 
-Both versions run on this machine in one call, through the command line alone: all shipped configs
-and the variants below train a few steps, and are predicted for three devices. Losses, ledgers and
-predictions must be equal, bit for bit. Nothing is stored: losses differ from one kind of CPU to
-another.
+Both versions answer the same questions on this machine, through Python, each in a process of its
+own. All shipped configs and the variants below train a few steps; they, other modules, LLaMAs that
+are too large to build, and the published steps are predicted. Losses, ledgers and predictions must
+be equal, bit for bit. Nothing is stored: losses differ from one kind of CPU to another.
+
+A version may add keys to an answer. A variant, or a function, that one version does not know is
+listed and not compared.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 CONFIGS = ["fp32", "tf32", "fp16", "bf16", "accumulation", "checkpointing", "optimized", "xl"]
 DEVICES = ["t4", "a100", "cpu"]
-STEPS = ["--set", "steps=3", "--set", "lr_warmup_steps=1", "--set", "compile=off"]
+FEW_STEPS = {"steps": 3, "lr_warmup_steps": 1, "compile": "off"}
 VARIANTS = {
     "fp32": [
-        ["optimizer=sgd", "optimizer_impl=foreach"],
-        ["optimizer=adamw_bf16"],
-        ["optimizer=adamw_8bit"],
-        ["optimizer_impl=for_loop"],
-        ["optimizer_in_backward=true", "max_grad_norm=0"],
-        ["attention=eager"],
-        ["attention=sdpa"],
-        ["attention=math"],
-        ["use_cache=true", "activation=gelu_tanh", "dropout=0.0"],
-        ["loss_chunk_tokens=64", "lr_schedule=cosine"],
+        {"optimizer": "sgd", "optimizer_impl": "foreach"},
+        {"optimizer": "adamw_bf16"},
+        {"optimizer": "adamw_8bit"},
+        {"optimizer_impl": "for_loop"},
+        {"optimizer_in_backward": True, "max_grad_norm": 0.0},
+        {"attention": "eager"},
+        {"attention": "sdpa"},
+        {"attention": "math"},
+        {"use_cache": True, "activation": "gelu_tanh", "dropout": 0.0},
+        {"loss_chunk_tokens": 64, "lr_schedule": "cosine"},
     ],
-    "bf16": [["precision=pure_bf16"], ["precision=16bit"], ["loss_chunk_tokens=64"]],
+    "bf16": [{"precision": "pure_bf16"}, {"precision": "16bit"}, {"loss_chunk_tokens": 64}],
     "checkpointing": [
-        [f"gradient_checkpointing={policy}"]
-        for policy in ("none", "every_2", "every_3", "selective", "offload")
+        {"gradient_checkpointing": "none"},
+        {"gradient_checkpointing": "every_2"},
+        {"gradient_checkpointing": "every_3"},
+        {"gradient_checkpointing": "selective"},
+        {"gradient_checkpointing": "offload"},
     ],
 }
-FITS = [
-    ["fp32", "--device", "t4", "--gpu-memory-gib", "4"],
-    ["xl", "--device", "rtx4060", "--gpu-memory-gib", "6"],
-    ["fp32", "--device", "cpu", "--gpu-memory-gib", "0.05"],
+FITS = [("fp32", "t4", 4.0), ("xl", "rtx4060", 6.0), ("fp32", "cpu", 0.05)]
+LLAMAS = [
+    ("1.1B", {"precision": "bf16", "checkpointing": False}),
+    ("7B", {"precision": "pure_bf16", "optimizer": "adamw_8bit"}),
+    ("13B", {"precision": "bf16", "frozen": "lora", "micro_batch_size": 4}),
+    ("70B", {"precision": "bf16", "frozen": "qlora", "device": "h100"}),
 ]
+# Errors by which a version says that it does not know a value, or a function.
+UNKNOWN = ("ConfigError", "AttributeError", "ImportError", "ModuleNotFoundError")
+
+Answer = dict[str, Any]
+Question = tuple[str, Callable[[], Answer]]
 
 
-def commands() -> list[list[str]]:
-    """Return the command lines that are compared."""
-    found = [
-        ["predict", name, "--json", "--device", device] for device in DEVICES for name in CONFIGS
-    ]
-    found += [["predict", *arguments, "--json"] for arguments in FITS]
-    found += [["run", name, *STEPS] for name in CONFIGS]
-    for name, variants in VARIANTS.items():
-        for variant in variants:
-            pairs = [argument for pair in variant for argument in ("--set", pair)]
-            found.append(["run", name, *STEPS, *pairs])
-            found += [
-                ["predict", name, "--json", "--device", device, *pairs] for device in ("t4", "cpu")
-            ]
-    return found
+def predicted(name: str, device: str, changes: dict[str, Any]) -> Answer:
+    """Return the predicted bytes and times of a config."""
+    import labutils as lab
+
+    config = lab.load_config(name, **changes)
+    ledger = lab.predict_memory(config, device)
+    needed = lab.needed_gib(ledger, lab.card_of(device))
+    time = lab.predict_time(config, device)
+    return ledger.model_dump() | time.model_dump() | {"needed_gib": needed}
 
 
-def numbers(record: dict) -> dict:
-    """Return what must be equal in two records of the same run: all but times, versions and ids."""
+def fitted(name: str, device: str, budget_gib: float) -> Answer:
+    """Return the changes with which a config fits a budget, and what they come to."""
+    import labutils as lab
+
+    plan = lab.fit(lab.load_config(name), budget_gib, device)
+    kept = "changes", "needed_gib", "step_ms", "time_cost", "costs"
+    return {"fits": plan.fits(budget_gib)} | {key: getattr(plan, key) for key in kept}
+
+
+def trained(name: str, changes: dict[str, Any]) -> Answer:
+    """Train a config here; return what must be equal: all but times, versions and ids."""
+    import labutils as lab
+
+    config = lab.load_config(name, **FEW_STEPS | changes)
+    record = lab.run_experiment(config, progress=False).model_dump(mode="json")
     series = {key: values for key, values in record["series"].items() if key != "step_ms"}
     kept = ("name", "outcome", "held_out", "epochs", "tokens_per_step", "corpus")
     # autocast frees its cast weights in an order that differs each time: the timeline shows it, the
@@ -75,78 +96,129 @@ def numbers(record: dict) -> dict:
     return {"series": series, "phases": phases, **{key: record[key] for key in kept}}
 
 
-def answer(arguments: list[str], runs: Path) -> dict:
-    """Run one command in this process, and return the numbers that it printed or recorded."""
-    sys.argv = ["labutils", *arguments]
-    before = set(runs.glob("*.json"))
-    out = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            runpy.run_module("labutils", run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (0, None):
-            return {"exit code": end.code, "said": out.getvalue().splitlines()[-1]}
-    if arguments[0] == "predict":
-        return json.loads(out.getvalue())
-    (path,) = set(runs.glob("*.json")) - before
-    return numbers(json.loads(path.read_text(encoding="utf-8")))
+def predicted_module(kind: str, precision: str, device: str) -> Answer:
+    """Return the predicted bytes and times of a module that is no GPT-2."""
+    import torch
+    from torch import nn
+
+    import labutils as lab
+
+    if kind == "mlp":
+        model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(), nn.Linear(1024, 8))
+        batch = torch.zeros(512, 256)
+    else:
+        model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        batch = torch.zeros(4, 32, 64)
+    step = (model, batch, lambda model, x: model(x).float().square().mean(), torch.optim.AdamW)
+    ledger = lab.predict_module(*step, precision=precision, device=device)
+    time = lab.predict_module_time(*step, precision=precision, device=device, n_tokens=128)
+    return ledger.model_dump() | time.model_dump()
 
 
-def collect(out: Path) -> None:
+def predicted_llama(shape: str, how: dict[str, Any]) -> Answer:
+    """Return the predicted bytes of a model that is too large to build."""
+    import labutils as lab
+
+    return lab.predict_large(shape, **how).model_dump()
+
+
+def predicted_row(number: int) -> Answer:
+    """Return the predicted time of a published step."""
+    import labutils as lab
+
+    row = lab.published().iloc[number]
+    return lab.predict_time(lab.config_of_row(row.config), row.card).model_dump()
+
+
+def questions() -> Iterator[Question]:
+    """Yield all that both versions are asked, each with its name."""
+    for name in CONFIGS:
+        for changes in ({}, *VARIANTS.get(name, [])):
+            words = " ".join([name, *(f"{key}={value}" for key, value in changes.items())])
+            for device in ("t4", "cpu") if changes else DEVICES:
+                text = f"predict {words} on {device}"
+                yield text, lambda n=name, d=device, c=changes: predicted(n, d, c)
+            yield f"run {words}", lambda n=name, c=changes: trained(n, c)
+    for name, device, gib in FITS:
+        yield f"fit {name} on {device} in {gib} GiB", lambda a=(name, device, gib): fitted(*a)
+    for kind in ("mlp", "encoder"):
+        for how in (("fp32", "t4"), ("bf16", "a100"), ("fp16", "a100"), ("bf16", "cpu")):
+            text = f"module {kind} {how[0]} on {how[1]}"
+            yield text, lambda k=kind, h=how: predicted_module(k, *h)
+    for shape, how in LLAMAS:
+        yield f"llama {shape} {how}", lambda s=shape, h=how: predicted_llama(s, h)
+    for number in range(47):
+        yield f"published row {number}", lambda n=number: predicted_row(n)
+
+
+def collect(out: Path, word: str) -> None:
     """Write the answers of the package in this folder to a file."""
-    runs = Path(os.environ["LABUTILS_RUNS"])
     answers = {}
-    for arguments in commands():
-        text = " ".join(arguments)
-        print(text, flush=True)
-        answers[text] = answer(arguments, runs)
-    out.write_text(json.dumps(answers), encoding="utf-8")
+    for text, ask in questions():
+        if word not in text:
+            continue
+        print(text, file=sys.stderr, flush=True)
+        try:
+            answers[text] = ask()
+        except Exception as error:
+            answers[text] = {"raised": type(error).__name__, "message": str(error)}
+    out.write_text(json.dumps(answers, default=str), encoding="utf-8")
 
 
-def answers_of(checkout: Path, folder: Path) -> dict[str, dict]:
+def answers_of(checkout: Path, folder: Path, word: str) -> dict[str, Answer]:
     """Return the answers of a checkout, computed in a process of its own."""
-    runs = folder / "runs"
-    runs.mkdir(parents=True)
     out = folder / "answers.json"
-    environment = os.environ | {"PYTHONPATH": str(checkout), "LABUTILS_RUNS": str(runs)}
-    command = [sys.executable, str(Path(__file__).resolve()), "--collect", str(out)]
-    subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
+    places = {"PYTHONPATH": str(checkout), "LABUTILS_RUNS": str(folder / "runs")}
+    command = [sys.executable, str(Path(__file__).resolve()), "--collect", str(out), word]
+    subprocess.run(command, cwd=checkout, env=os.environ | places, check=True)
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-def main(commit: str) -> int:
-    """Compare this checkout with a commit; print what differs, and return an exit code."""
+def compare(before: dict[str, Answer], after: dict[str, Answer]) -> int:
+    """Print what differs, and what one version does not know; return the number that differ."""
+    keys, n_different, n_unknown = Counter(), 0, 0
+    for text, then in before.items():
+        now = after[text]
+        raised = {then.get("raised"), now.get("raised")}
+        if len(raised) == 2 and raised & set(UNKNOWN):
+            n_unknown += 1
+            message = then.get("message") or now.get("message")
+            print(f"only one version knows: {text}\n  {message[:200]}")
+            continue
+        different = [key for key in then if key != "message" and then[key] != now.get(key)]
+        n_different += bool(different)
+        keys.update(different)
+        for key in different:
+            print(f"DIFFERS: {text}: {key}")
+            print(f"  {str(then[key])[:300]}\n  now: {str(now.get(key))[:300]}")
+    n_equal = len(before) - n_different - n_unknown
+    print(f"{n_equal} of {len(before)} answers are equal, {n_unknown} only one version knows")
+    if keys:
+        print("what differs: " + ", ".join(f"{key} ({n})" for key, n in keys.most_common()))
+    return n_different
+
+
+def main(commit: str, word: str = "") -> int:
+    """Compare this checkout with a commit, and return an exit code."""
     here = Path(__file__).resolve().parent.parent
+    git = ["git", "-C", str(here), "worktree"]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        old = folder / "old"
-        subprocess.run(
-            ["git", "-C", str(here), "worktree", "add", "-q", "--detach", str(old), commit],
-            check=True,
-        )
+        old, before, after = Path(name, "old"), Path(name, "before"), Path(name, "after")
+        for folder in (before, after):
+            (folder / "runs").mkdir(parents=True)
+        subprocess.run([*git, "add", "-q", "--detach", str(old), commit], check=True)
         try:
-            before = answers_of(old, folder / "before")
+            then = answers_of(old, before, word)
         finally:
-            subprocess.run(
-                ["git", "-C", str(here), "worktree", "remove", "--force", str(old)], check=True
-            )
-        after = answers_of(here, folder / "after")
-    for text, then in before.items():  # keys may be added
-        now = after.get(text, {})
-        after[text] = {key: value for key, value in now.items() if key in then}
-    different = [text for text in before if before[text] != after[text]]
-    for text in different:
-        print(f"DIFFERS: {text}")
-        then, now = before[text], after.get(text, {})
-        for key in then:
-            if then[key] != now.get(key):
-                print(f"  {key}: {str(then[key])[:3000]}\n  now: {str(now.get(key))[:3000]}")
-    print(f"{len(before) - len(different)} of {len(before)} answers are equal to those of {commit}")
-    return 1 if different else 0
+            subprocess.run([*git, "remove", "--force", str(old)], check=True)
+        # this CPU is measured once, so that both predict its times from the same numbers
+        if (before / "runs/calibration").exists():
+            shutil.copytree(before / "runs/calibration", after / "runs/calibration")
+        return min(compare(then, answers_of(here, after, word)), 1)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--collect":
-        collect(Path(sys.argv[2]))
+        collect(Path(sys.argv[2]), sys.argv[3])
     else:
-        raise SystemExit(main(sys.argv[1]))
+        raise SystemExit(main(*sys.argv[1:]))

@@ -26,6 +26,8 @@ FLOORS = [
     "exhibits",
     "session",
     "guesses",
+    "pages",
+    "grade",
     "tools",
 ]
 ALONE = "checks"  # imports torch only
@@ -33,8 +35,6 @@ ON_REQUEST = ("__init__.py", "__main__.py")  # the facade loads on first use
 MAY_IMPORT_LATE = (  # the command line, which must answer at once
     "tools/cli.py",
     "tools/commands.py",
-    "tools/commands_grade.py",
-    "tools/commands_grade.py",
     "tools/commands_predict.py",
     "tools/commands_runs.py",
 )

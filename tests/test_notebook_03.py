@@ -83,8 +83,6 @@ def test_a_lost_cell_is_noticed(cells, start):
 LOST = {  # what commit 5ce2685 lost of this notebook, one part at a time
     "heading, Idea and Guess of section 6": ("## 6 · What it buys",),
     "its guess": ("buys_guess = lab.guess",),
-    "its measurement": ("**Measure, on this machine.**", "real_extra = ", "for n in (real_best,"),
-    "the code of its measurement": ("real_extra = ", "for n in (real_best,"),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 
 from labutils.training.records import find_runs
-from tests.helpers import REPO, slow
+from tests.helpers import REPO, slowest
 
 NAMES = sorted(path.name for path in REPO.glob("0*.ipynb"))
 SHORT = "import labutils.machine.here as here; here.free_host_bytes = lambda: {mib} * 2**20"
@@ -47,7 +47,7 @@ def failures(notebook) -> list[str]:
     return found
 
 
-@slow
+@slowest
 @pytest.mark.parametrize("mib", [45, 5], ids=["less than the files ask for", "for nothing"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_to_its_end_where_memory_is_short(runs, name, mib):
@@ -62,7 +62,7 @@ def test_a_notebook_runs_to_its_end_where_memory_is_short(runs, name, mib):
         assert record.memory is None or record.memory.peak_bytes < mib * 2**20
 
 
-@slow
+@slowest
 @pytest.mark.parametrize("name", NAMES)
 def test_each_cell_twice_and_then_all_again_gives_no_error_and_holds_no_more_memory(runs, name):
     notebook = nbformat.read(REPO / name, as_version=4)
@@ -78,7 +78,7 @@ def test_each_cell_twice_and_then_all_again_gives_no_error_and_holds_no_more_mem
     assert int(second.outputs[0].text) <= 1.01 * held_bytes + 2**20
 
 
-@slow
+@slowest
 def test_odd_paths_and_no_home_folder_work(tmp_path):
     course = tmp_path / "mit Leerzeichen" / "课程"
     shutil.copytree(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import REPO, committed, slow
+from tests.helpers import REPO, committed, slowest
 
 
 @dataclass(frozen=True)
@@ -487,7 +487,7 @@ assert Path(module.__file__).is_relative_to(Path(__file__).parent), module.__fil
         "-o",
         "addopts=",
         "-m",
-        "not slow",
+        "not (slow or slowest)",
         "-p",
         "in_the_copy",
         "-p",
@@ -520,14 +520,14 @@ def test_every_planted_fault_fits_the_source_and_is_python():
         compile(planted(fault), str(fault), "exec")
 
 
-@slow
+@slowest
 def test_the_unbroken_copy_passes_the_same_tests(tmp_path):
     tests = dict.fromkeys(fault.test for fault in FAULTS if is_here(fault.test))
     answer = run_fast_tests(copied(tmp_path), "training", *tests)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-@slow
+@slowest
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_planted_fault_is_noticed(fault, tmp_path):
     if not is_here(fault.test):

@@ -24,10 +24,10 @@ from labutils.checks import (
     speed,
     where_time_goes,
 )
-from labutils.checks.core import collect_verdicts, exercises_in
+from labutils.checks.core import VERDICTS, collect_verdicts, exercises_in
 from labutils.checks.quiz import self_test
 
-__all__ = ["EXERCISES", "collect_verdicts", "hint", "self_test"]
+__all__ = ["EXERCISES", "VERDICTS", "collect_verdicts", "hint", "self_test"]
 
 NOTEBOOKS = (
     mixed_precision,

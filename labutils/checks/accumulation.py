@@ -1,6 +1,6 @@
-"""Exercises of notebook 02 and of further/accumulation, in their order.
+"""Exercises of notebook 02, in their order.
 
-Mend a window, break an epoch, predict a peak, design a control, find a bug; Adam's beta2.
+Mend a window, break an epoch, predict a peak, design a control, find a bug.
 """
 
 from __future__ import annotations
@@ -184,40 +184,3 @@ def find_bug(line: int | None) -> str | None:
     if isinstance(line, bool) or not isinstance(line, int) or line not in {*INNOCENT, LATE_LINE}:
         return f"the answer is a line number from 1 to {max(INNOCENT)}."
     return None if line == LATE_LINE else f"line {line}: {INNOCENT[line]}"
-
-
-@exercise(
-    hints=(
-        "What is remembered of a squared gradient after k steps is the decay rate to the power "
-        "of k.",
-        "After how many steps is half of it left? How many tokens are that before, and how many "
-        "after the change?",
-        "One step with the larger batch must forget as much as the steps it replaces did together.",
-    )
-)
-def beta2(now: float, factor: float, answer: float | None) -> str | None:
-    """Check the decay rate of Adam's second moment that keeps its half-life in tokens.
-
-    The batch becomes `factor` times as large; `now` is the decay rate before.
-    """
-
-    def near(value: float) -> bool:
-        return abs(answer - value) < 1e-3
-
-    if near(now**factor):
-        return None
-    if near(now):
-        return "unchanged, it forgets per step as before; but a step has more tokens now."
-    if near(now ** (1 / factor)) or near(1 - (1 - now) / factor):
-        return "that is the other direction: right for a batch that many times smaller."
-    if near(1 - (1 - now) * factor):
-        return (
-            "close: that is the first-order approximation. Several steps in a row multiply their "
-            "decay rates."
-        )
-    if near(now / factor):
-        return "a decay rate is not a length: dividing it does not divide the half-life."
-    return (
-        "compare half-lives: steps until half is forgotten, times tokens per step, before and "
-        "after."
-    )

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import ParamSpec
 
+import torch
+
 Parameters = ParamSpec("Parameters")
+VERDICTS = "LABUTILS_VERDICTS"  # names a file: each verdict is appended to it, a line of JSON
 
 
 class Right(str):
@@ -113,7 +119,9 @@ def exercise(
             is_right = found is None or isinstance(found, Right)
             problem, remark = (None, found or "") if is_right else (found, "")
             share = getattr(found, "share", float(is_right)) if answer is not None else 0.0
-            _tell(Verdict(judge.__name__, answer is None, problem, remark, share))
+            verdict = Verdict(judge.__name__, answer is None, problem, remark, share)
+            _tell(verdict)
+            _write(verdict, list(given.arguments.values())[:-1])
 
         check.__signature__ = signature.replace(return_annotation=None)
         check.hints = tuple(hints)
@@ -137,6 +145,33 @@ def _tell(verdict: Verdict) -> None:
         print(verdict)
     else:
         collected.append(verdict)
+
+
+def _write(verdict: Verdict, given: Sequence[object]) -> None:
+    """Append the verdict to the file named by the variable VERDICTS, for whoever grades."""
+    if VERDICTS in os.environ:
+        said = "open" if verdict.is_open else "right"
+        if verdict.problem is not None:
+            said = f"wrong: {verdict.problem}"
+        arguments = ", ".join(map(_described, given))
+        line = {"exercise": verdict.exercise, "verdict": said, "arguments": arguments}
+        with Path(os.environ[VERDICTS]).open("a", encoding="utf-8") as file:
+            print(json.dumps(line), file=file)
+
+
+def _described(value: object) -> str:
+    """Return a text that is the same for equal arguments; numbers have three digits in it."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict):
+        pairs = [f"{_described(key)}: {_described(item)}" for key, item in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_described, value))}]"
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {float(value.double().mean()):.3g}"
+    is_plain = value is None or isinstance(value, int | str)
+    return repr(value) if is_plain else type(value).__name__
 
 
 def exercises_in(module: ModuleType) -> dict[str, Callable[..., None]]:

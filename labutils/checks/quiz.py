@@ -149,7 +149,7 @@ MIXED_PRECISION: tuple[Statement, ...] = (
     (
         "A product of two BF16 matrices adds its terms in BF16.",
         False,
-        "it adds them in float32; only the result is rounded: section 3",
+        "a tensor core adds them in float32: section 3",
     ),
     (
         "In FP16 training small gradients are lost inside backward, before they reach .grad.",
@@ -170,11 +170,6 @@ MIXED_PRECISION: tuple[Statement, ...] = (
         "If products took no time at all, a step would take none either.",
         False,
         "the rest of the step stays: Amdahl's law, section 6",
-    ),
-    (
-        "A new model is best tried in 16 bits at once.",
-        False,
-        "first in FP32: otherwise a bug and a rounding problem look alike",
     ),
 )
 

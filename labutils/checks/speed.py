@@ -1,9 +1,9 @@
-"""Exercises of further/speed: the least time of a product, and which two runs show a cause."""
+"""Exercise of further/speed: the least time of a product."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from labutils.checks.core import exercise
 
@@ -12,33 +12,6 @@ FloorMs = Callable[[int, int, int, int, float, float], float]
 LARGE = (4096, 2048, 1024, 4, 20.0, 2000.0)  # its arithmetic takes longer
 THIN = (1, 4096, 512, 4, 20.0, 2000.0)  # its bytes take longer
 THIN_16 = (1, 4096, 512, 2, 20.0, 2000.0)
-
-
-@exercise(
-    hints=(
-        "Write down, for each pair that you consider, every setting in which its runs differ.",
-        "Two runs that differ in one setting show what this setting does, and nothing else.",
-        "You need not take the run of the claim. Look for two runs that agree in all but the "
-        "cause.",
-    )
-)
-def speed_control(
-    runs: Mapping[str, Mapping[str, object]], cause: str, pair: Sequence[str] | None
-) -> str | None:
-    """Check which two of `runs`, {name: {setting: value}}, show what the setting `cause` does."""
-    is_list = isinstance(pair, (list, tuple, set)) and len(pair) == 2
-    if not is_list or not set(pair) <= set(runs):
-        return f'the answer is two of the names {", ".join(runs)}, as in ("A", "B").'
-    first, second = (runs[name] for name in pair)
-    differing = [setting for setting in first if first[setting] != second[setting]]
-    if not differing:
-        return "both runs have the same settings. They show the noise, which is no cause."
-    others = ", ".join(setting for setting in differing if setting != cause)
-    if cause not in differing:
-        return f"both runs have the same {cause}. They show what {others} does."
-    if others:
-        return f"they differ in {cause} and in {others}. The time may come from either."
-    return None
 
 
 @exercise(

@@ -107,9 +107,9 @@ def page_data(models: Iterable[str], batch: int, start: Setting) -> dict[str, An
         for listed in table["phases"][_key(setting)].values():
             phases.append(lists.setdefault(_text(listed), len(lists)))
         for needed, *times in table["grid"][_key(setting)]:
-            pairs = [time or (0, 0) for time in times]
-            grid += [needed, *[_short(ms) for ms, _ in pairs]]
-            bands.append(tuple(width for _, width in pairs))
+            steps = [time or (0, 0, 0) for time in times]
+            grid += [needed, *[_short(ms) for ms, _, _ in steps]]
+            bands.append(tuple((below, above) for _, below, above in steps))
     widths = list(dict.fromkeys(bands))
     standing = {}
     for key, row in table["standing"].items():

@@ -146,7 +146,7 @@ def standing(setting: Setting) -> dict[str, list[int]]:
 
 def grid_point(sizes: BatchSizes, batch: int) -> list:
     """Return what the smallest card has, in MiB, and for each of CARDS a step's milliseconds and
-    how far the band reaches to both sides; None where the card has no hardware for the
+    how far the band reaches below and above; None where the card has no hardware for the
     precision.
 
     On all others a step has the same work, so one trace is timed on each (a test compares
@@ -164,8 +164,8 @@ def grid_point(sizes: BatchSizes, batch: int) -> list:
         clock = Clock(card, tf32=False, is_compiled=False)
         clock.run(segments_of(trace, 1, 1), [])
         time = clock.ledger(batch * sizes.config.seq_len, card, is_small=batch == 1)
-        band = time.high_ms / time.step_ms - 1
-        found.append([float(f"{time.step_ms:.4g}"), round(band, 2)])
+        below, above = 1 - time.low_ms / time.step_ms, time.high_ms / time.step_ms - 1
+        found.append([float(f"{time.step_ms:.4g}"), round(below, 2), round(above, 2)])
     return found
 
 

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
 from labutils.plotting import bands
 from labutils.training import stability
+from labutils.training.noise import T_95, paired_difference
 
 
 def seeds(
@@ -43,7 +44,8 @@ def data() -> dict[str, object]:
         "steps": sorted(int(step) for step in rows.step.unique()),
         "seeds": int(rows.seed.nunique()),
         "every": stability.EVERY,
-        "t": stability.T_95,
+        "t": T_95,
+        "worth_telling": stability.WORTH_TELLING,
         "loss": loss,
         "skipped": skipped,
         "made": f"{facts['device']}, torch {facts['torch']}, {facts['created'][:10]}",
@@ -56,7 +58,7 @@ def still(base: str, other: str, rate: str) -> Axes:
     points, last = {}, None
     for step in sorted(rows.step.unique()):
         pair = [stability.column(rows, arm, rate, step) for arm in (base, other)]
-        last = stability.difference(*pair)
+        last = paired_difference(*pair, worth_telling=stability.WORTH_TELLING)
         points[int(step)] = [b - a for a, b in zip(*pair, strict=True)]
     words = f"{stability.ARMS[other][2]}, minus {stability.ARMS[base][2]}"
     ax = bands({words: points}, "step", "difference of the loss")

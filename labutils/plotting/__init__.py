@@ -6,7 +6,7 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 from __future__ import annotations
 
 from labutils.plotting.blocks import block_history, blocks
-from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto, pareto_front
+from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
 from labutils.plotting.ladder import guess_line, ladder
@@ -77,7 +77,6 @@ __all__ = [
     "losses_by_seed",
     "mark_guess",
     "pareto",
-    "pareto_front",
     "peaks",
     "predicted_times",
     "ranges",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
@@ -71,38 +71,20 @@ def _draw_sum(ax: Axes, x: float, y: float) -> None:
     ax.annotate("", (x + 0.1, y + 0.2), (x + 0.1, above), arrowprops=arrow)
 
 
-def pareto_front(points: Mapping[str, tuple[float, float]], tolerance: float = 0.05) -> list[str]:
-    """Return the names of the points (memory, time) that no other point beats, in order.
-
-    Times that differ by at most `tolerance`, a fraction of the smaller one, count as equal: such a
-    difference may be noise. A point is beaten by one that is smaller and not slower, or equally
-    large and faster.
-    """
-    front = []
-    for name, (memory, ms) in points.items():
-        is_beaten = False
-        for other_memory, other_ms in points.values():
-            not_slower = other_ms <= (1 + tolerance) * ms
-            faster = (1 + tolerance) * other_ms < ms
-            smaller = other_memory < memory and not_slower
-            is_beaten = is_beaten or smaller or (other_memory == memory and faster)
-        if not is_beaten:
-            front.append(name)
-    return front
-
-
-def pareto(points: Mapping[str, tuple[float, float]], ax: Axes | None = None) -> Axes:
-    """Draw {name: (peak in MiB, ms of a step)}, and a line through the Pareto front."""
+def pareto(
+    points: Mapping[str, tuple[float, float]], front: Collection[str], ax: Axes | None = None
+) -> Axes:
+    """Draw {name: (peak in MiB, time of a step as a multiple)}, and a line through the `front`."""
     ax = new_axis(ax, 8, 4)
-    for i, (name, (memory, ms)) in enumerate(points.items()):
+    for i, (name, (memory, time)) in enumerate(points.items()):
         k = i % len(MARKERS)
         look = {"color": COLORS[k], "mec": BLACK, "ms": 9, "ls": ""}
-        ax.plot(memory, ms, marker=MARKERS[k], label=name, **look)
-    corners = sorted(points[name] for name in pareto_front(points))
+        ax.plot(memory, time, marker=MARKERS[k], label=name, **look)
+    corners = sorted(points[name] for name in front)
     line = {"color": BLACK, "ls": ":", "drawstyle": "steps-post", "label": "Pareto front"}
-    ax.plot([memory for memory, _ in corners], [ms for _, ms in corners], **line)
-    ax.set(xlabel="peak of one step, MiB", ylabel="median step, ms")
-    ax.set_ylim(0, 1.1 * max(ms for _, ms in points.values()))
+    ax.plot([memory for memory, _ in corners], [time for _, time in corners], **line)
+    ax.set(xlabel="peak of one step, MiB", ylabel="time of a step, as a multiple")
+    ax.set_ylim(0, 1.1 * max(time for _, time in points.values()))
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 

@@ -36,6 +36,6 @@ def training_step(ax: Axes | None = None) -> Axes:
             ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": BLACK})
     ax.set_xlim(-0.1, len(PARTS) * (WIDTH + GAP) - GAP + 0.1)
     ax.set_ylim(-0.5, HEIGHT + 0.15)
-    ax.set_title("A training step has five parts; clearing begins the next one")
+    ax.set_title("A training step: forward, loss, backward, optimizer step, clear")
     ax.axis("off")
     return ax

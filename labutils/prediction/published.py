@@ -73,7 +73,7 @@ def scored(rows: pd.DataFrame | None = None) -> pd.DataFrame:
         ms = predicted_ms(ledger, row.what, config.grad_accum_steps)
         roofline = predict_time(config, datasheet_only(CARDS[row.card]))
         roofline_ms = predicted_ms(roofline, row.what, config.grad_accum_steps)
-        band = ledger.high_ms / ledger.step_ms - 1
+        low, high = ledger.low_ms / ledger.step_ms, ledger.high_ms / ledger.step_ms
         error = ms / row.ms - 1
         found.append(
             {
@@ -84,8 +84,8 @@ def scored(rows: pd.DataFrame | None = None) -> pd.DataFrame:
                 "predicted ms": round(ms, 1),
                 "error %": round(100 * error),
                 "roofline error %": round(100 * (roofline_ms / row.ms - 1)),
-                "band %": round(100 * band),
-                "inside": row.ms >= ms * (1 - band) and row.ms <= ms * (1 + band),
+                "band": f"{100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %",
+                "inside": low * ms <= row.ms <= high * ms,
             }
         )
     return pd.DataFrame(found)

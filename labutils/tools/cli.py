@@ -17,7 +17,7 @@ from pathlib import Path
 from labutils.config.cards import CARDS
 from labutils.config.schema import ConfigError
 from labutils.files import program
-from labutils.tools import commands, commands_grade, commands_predict, commands_runs
+from labutils.tools import commands, commands_predict, commands_runs
 from labutils.tools.arguments import (
     Add,
     add_bench,
@@ -182,16 +182,6 @@ def _add_config_files(add: Add) -> None:
     new.add_argument("name")
     new.add_argument("--from", dest="source", default="fp32", help="the config to copy (fp32)")
 
-    export = add(
-        "export", commands.export, "write an experiment as one script that needs no labutils"
-    )
-    add_config(export, CONFIG)
-    export.add_argument("script", type=Path, metavar="FILE", help="a new file, such as train.py")
-    add_overrides(export)
-    export.add_argument(
-        "--device", choices=["cpu", "cuda"], help="where the script will run (what is here)"
-    )
-
 
 def _add_course(add: Add) -> None:
     doctor = "say what this machine can train, and what is wrong with its set-up"
@@ -203,7 +193,11 @@ def _add_course(add: Add) -> None:
     )
 
     labs = add("labs", commands.labs, "execute the notebooks on this machine; results go to runs/")
-    labs.add_argument("notebook", nargs="*", help="some of them only")
+    labs.add_argument(
+        "notebook",
+        nargs="*",
+        help='any of the course, such as "02" or "scaler", or a path (the four)',
+    )
     labs.add_argument(
         "--in-place",
         action="store_true",
@@ -216,17 +210,8 @@ def _add_course(add: Add) -> None:
         help="execute nothing: write copies without outputs, for a class",
     )
 
-    grade = add("grade", commands_grade.grade, "score the exercises of submitted notebooks")
+    grade = add("grade", commands.grade, "run a class's notebooks; write scores and misconceptions")
     grade.add_argument("folder", type=Path)
-    grade.add_argument("--csv", action="store_true", help="print CSV")
-    grade.add_argument("--out", type=Path, help="where tables and pages go (runs/grades/FOLDER)")
-    grade.add_argument("--points", type=Path, help="YAML file: exercise: points")
-    grade.add_argument(
-        "--seconds", type=positive, default=10, help="of processor time for one answer (10)"
-    )
-    grade.add_argument("--memory-gib", type=gib, default=6, help="for one answer, on Linux (6)")
-    grade.add_argument("--at-once", type=count, help="answers judged at once (one for each core)")
-    grade.add_argument(
-        "--retry", action="store_true", help="judge again what ran out of time or memory"
-    )
-    grade.add_argument("--no-capstone", action="store_true", help="train no twins")
+    grade.add_argument("--out", type=Path, help="where the tables go (runs/grades)")
+    grade.add_argument("--timeout", type=positive, default=120, help="seconds of one cell (120)")
+    grade.add_argument("--jobs", type=count, default=1, help="notebooks that run at once (1)")

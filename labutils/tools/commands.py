@@ -1,4 +1,4 @@
-"""Commands on config files (check, new, export) and on the course (doctor, labs, bench).
+"""Commands on config files (check, new) and on the course (doctor, labs, bench).
 
 Each takes the parsed options and returns an exit code. What needs torch is imported late.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from labutils.config import reader
 from labutils.config.edits import edits_without_effect
 from labutils.config.reader import find_config, load_config, parse_overrides
 from labutils.config.schema import NAME_PATTERN, Config, ConfigError
-from labutils.files import program, require_room, runs_dir, write_atomically
+from labutils.files import program, require_room, runs_dir
 
 if TYPE_CHECKING:
     import torch
@@ -87,43 +86,6 @@ def _renamed(source: Path, config: Config, name: str) -> str:
     return "\n".join([*header, *named, *lines[start + 2 :]]) + "\n"
 
 
-def export(options: argparse.Namespace) -> int:
-    """Write an experiment as a script."""
-    config = load_config(options.config, **parse_overrides(options.pairs))
-    from labutils.config.card import PrecisionUnsupported
-    from labutils.machine.gpu import choose_device
-    from labutils.tools.export import script
-
-    path = options.script
-    try:
-        text = script(config, options.device or choose_device().type)
-    except PrecisionUnsupported as error:
-        print(error, file=sys.stderr)
-        return 1
-    if path.exists():
-        return _exists(path)
-    if problem := _problem_with_script_name(path):
-        print(f"{path} {problem}; choose another, for example train.py", file=sys.stderr)
-        return 1
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"no such folder: {path.parent}")
-    write_atomically(path, text.encode())
-    print(f"wrote {path}: {len(text.splitlines())} lines. Run: python {shlex.quote(str(path))}")
-    if config.save_every:
-        print("The script does not save its state: it has no save_every")
-    return 0
-
-
-def _problem_with_script_name(path: Path) -> str:
-    from importlib.metadata import packages_distributions
-
-    hidden = sys.stdlib_module_names | packages_distributions().keys()
-    hidden |= {"cuda", "triton"}  # torch tries to import them
-    if path.stem in hidden:
-        return "hides the library of that name from Python"
-    return "" if path.suffix == ".py" else "is not a name for a script"
-
-
 def _exists(path: Path | str) -> int:
     print(f"{path} exists already; choose another name, or delete it first", file=sys.stderr)
     return 1
@@ -185,16 +147,18 @@ def _points(measured: Measured) -> Iterator[tuple[float, float]]:
 
 
 def labs(options: argparse.Namespace) -> int:
-    """Execute notebooks, all of them or those named; or write copies of them for students."""
+    """Execute notebooks, the four or those named; or write copies for students, of all of them."""
     from labutils.pages import (
         all_notebooks,
+        core_notebooks,
         execute,
         find_notebook,
         write_index,
         write_student_copy,
     )
 
-    chosen = [find_notebook(name) for name in options.notebook] or all_notebooks()
+    unnamed = all_notebooks() if options.student else core_notebooks()
+    chosen = [find_notebook(name) for name in options.notebook] or unnamed
     if options.student:
         for path in chosen:
             print(f"wrote {write_student_copy(path, options.student)}, without outputs")
@@ -210,6 +174,17 @@ def labs(options: argparse.Namespace) -> int:
         print(f"wrote {save_all()}")
     print(f"wrote {write_index()}: it leads to all pages")
     return code
+
+
+def grade(options: argparse.Namespace) -> int:
+    """Run a class's notebooks."""
+    from labutils.grade import grade_folder
+
+    out = options.out or runs_dir() / "grades"
+    scores = grade_folder(options.folder, out, timeout=options.timeout, jobs=options.jobs)
+    print(scores["right"].to_string())
+    print(f"wrote {out / 'scores.csv'} and {out / 'misconceptions.csv'}")
+    return 0
 
 
 def bench(options: argparse.Namespace) -> int:

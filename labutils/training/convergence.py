@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
+from labutils.training.loop import train
 from labutils.training.noise import PairedDifference, paired_difference
+from labutils.training.planned import rate_of
+from labutils.training.records import RunRecord
+from labutils.workload.build import build_data, build_workload
+from labutils.workload.data import Corpus
 
 RECORD = REFERENCE_DIR / "convergence.csv"
 RATES_RECORD = REFERENCE_DIR / "convergence_rates.csv"
@@ -30,6 +36,9 @@ ARMS = {
     "batch_32": (32, 2e-3),
     "batch_32_same_rate": (32, 1e-3),
 }
+# The equal pair: the same batch of 32, in four parts and at once. They differ by rounding alone.
+IDENTICAL = ("batch_32", "batch_32_at_once")
+AT_ONCE = {"name": IDENTICAL[1], "micro_batch_size": 32}  # changes of `config_of(IDENTICAL[0])`
 
 
 def config_of(arm: str, seed: int, tokens: int, **changes: Any) -> Config:
@@ -54,6 +63,41 @@ def config_of(arm: str, seed: int, tokens: int, **changes: Any) -> Config:
         "lr_warmup_steps": WARMUP_TOKENS // tokens_per_step,
     }
     return load_config("accumulation", **(options | changes))
+
+
+def held_out_batches(corpus: Corpus) -> list[dict[str, torch.Tensor]]:
+    """Return all held-out sequences of a text, in batches of 32: the same for every arm and seed.
+
+    A sequence has SEQ_LEN - 1 targets. An ordinary run (`build_data`) evaluates on a few of them.
+    """
+    _, held_out = corpus.split(SEQ_LEN)
+    return [{"input_ids": ids, "labels": ids} for ids in held_out.split(32)]
+
+
+def run(config: Config, device: torch.device) -> RunRecord:
+    """Train a config of `config_of`, and return its record, which is not saved.
+
+    Its held-out losses are on all held-out text.
+    """
+    config = config.on(device.type)
+    data = build_data(config)
+    work = build_workload(config, device, data)
+    record = train(
+        work.model,
+        data.batches,
+        work.loss_fn,
+        work.optimizer,
+        steps=config.steps,
+        grad_accum_steps=config.grad_accum_steps,
+        max_grad_norm=config.max_grad_norm,
+        learning_rate_at=rate_of(config),
+        held_out=held_out_batches(data.corpus),
+        eval_every=config.eval_every,
+        name=config.name,
+        progress=False,
+    )
+    facts = {"config": config.model_dump(exclude={"when_cpu", "overrides"})}
+    return record.model_copy(update=facts | {"corpus": data.corpus.digest})
 
 
 @dataclass(frozen=True)
@@ -82,9 +126,14 @@ class LongRecord:
         return rows.sort_values("seed").held_out_loss.tolist()
 
     def against(self, arm: str, tokens: int, base: str = SMALL) -> PairedDifference:
-        """Return by how much the arm's losses exceed those of `base`, seed by seed."""
-        pair = self.at(base, tokens), self.at(arm, tokens)
-        return paired_difference(*pair, worth_telling=WORTH_TELLING)
+        """Return by how much the arm's losses exceed those of `base`, seed by seed.
+
+        The equal pairs are those of IDENTICAL, if the record has both.
+        """
+        pair, identical = (self.at(base, tokens), self.at(arm, tokens)), ()
+        if set(IDENTICAL) <= set(self.losses.arm):
+            identical = [self.at(name, tokens) for name in IDENTICAL]
+        return paired_difference(*pair, identical, worth_telling=WORTH_TELLING)
 
 
 def read_record(path: Path = RECORD) -> LongRecord:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,8 @@ def _arms() -> dict[str, tuple[str, str, str]]:
 
 
 ARMS = _arms()
+# Nats per token: half a per cent of the perplexity. At the small rate one step of FP32 gains more.
+WORTH_TELLING = 0.005
 ROUNDED_TO_NEAREST = list(ARMS)[-2]
 RATES = {"small": 1e-4, "usual": 1e-3, "far too high": 3.0}
 
@@ -110,9 +111,14 @@ def run_config(
 
 
 def run_one(
-    arm: str, rate: str, seed: int, device: torch.device, steps: int = STEPS
+    arm: str,
+    rate: str,
+    seed: int,
+    device: torch.device,
+    steps: int = STEPS,
+    change: Callable[[nn.Module], object] | None = None,
 ) -> pd.DataFrame:
-    """Train one run; return a row after each EVERY steps.
+    """Train one run; return a row after each EVERY steps. `change(model)` is called before.
 
     `loss` is the mean over those steps, in nats per token: NaN if one of them was not finite, and
     in all rows after that. `skipped` counts the scaler's skips since the start. Raises ValueError
@@ -120,7 +126,7 @@ def run_one(
     """
     if steps <= 0 or steps % EVERY:
         raise ValueError(f"{steps} steps are no multiple of {EVERY}")
-    _, record = run_config(config_of(arm, rate, seed, steps), device)
+    _, record = run_config(config_of(arm, rate, seed, steps), device, change)
     return rows_of(arm, rate, seed, record.series.loss, record.series.skipped, steps)
 
 
@@ -137,55 +143,6 @@ def rows_of(
         facts = {"rate": rate, "arm": arm, "seed": seed, "step": end}
         rows.append(facts | {"loss": mean, "skipped": sum(skipped[:end])})
     return pd.DataFrame(rows)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The mean of paired differences, and the interval that has the true mean in 95 of 100 cases.
-
-    By Student's t, so for differences that are about normal. `n` pairs.
-    """
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-    @property
-    def verdict(self) -> str:
-        """Whether the interval leaves out 0."""
-        if self.low <= 0 <= self.high or math.isnan(self.low):
-            return "cannot tell"
-        return "higher" if self.mean > 0 else "lower"
-
-
-def agrees(rerun: Difference, recorded: Difference) -> bool:
-    """Return whether the two intervals overlap, so that both can have the same true mean."""
-    return rerun.low <= recorded.high and recorded.low <= rerun.high
-
-
-# Student's t for 95 % of both sides, by degrees of freedom from 1 on.
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
-
-
-def difference(base: list[float], other: list[float]) -> Difference:
-    """Return by how much `other` exceeds `base`, pair by pair; pairs with a NaN are left out.
-
-    With fewer than two pairs the interval is NaN. Raises ValueError if the lists are not equally
-    long, or have more pairs than the table of t.
-    """
-    pairs = []
-    for first, second in zip(base, other, strict=True):
-        if math.isfinite(first) and math.isfinite(second):
-            pairs.append(second - first)
-    n = len(pairs)
-    if n > len(T_95) + 1:
-        raise ValueError(f"{n} pairs: the table of Student's t ends at {len(T_95) + 1}")
-    if n < 2:
-        return Difference(statistics.fmean(pairs) if pairs else math.nan, math.nan, math.nan, n)
-    mean = statistics.fmean(pairs)
-    half = T_95[n - 2] * statistics.stdev(pairs) / n**0.5
-    return Difference(mean, mean - half, mean + half, n)
 
 
 def column(rows: pd.DataFrame, arm: str, rate: str, step: int, name: str = "loss") -> list[float]:

@@ -112,7 +112,7 @@ def test_the_peak_is_that_of_predict_memory(browser, show):
         compare(browser, root, setting, batch, lab.predict_memory(experiment(setting, batch)))
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_200_random_settings_are_those_of_predict_memory(browser, show, monkeypatch):
     monkeypatch.setattr(replay, "smallest_limit", lambda *_: 0)  # slow, and not compared here
     root = show(lab.play.ledger(ALL))

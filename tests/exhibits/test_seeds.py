@@ -9,7 +9,12 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import labutils as lab
-from labutils.training.stability import difference
+from labutils.training.noise import PairedDifference
+
+
+def difference(base: list[float], other: list[float]) -> PairedDifference:
+    return lab.paired_difference(base, other, worth_telling=lab.stability.WORTH_TELLING)
+
 
 FIND = """
 const { mean, sigma, difference, verdict } = arguments[0].exhibit;
@@ -35,9 +40,9 @@ def test_its_statistics_are_those_of_python(browser, show):
         expected = [statistics.fmean(other), statistics.stdev(other), right.mean, right.low]
         assert found[:4] == pytest.approx(expected, rel=1e-9)
         assert found[4] == pytest.approx(right.high, rel=1e-9)
-        assert found[5:] == [right.n, right.verdict]
+        assert found[5:] == [right.n_pairs, right.verdict]
         verdicts.add(right.verdict)
-    assert verdicts == {"higher", "lower", "cannot tell"}
+    assert verdicts == {"larger", "smaller", "cannot tell here"}
 
 
 def test_a_pair_without_a_finite_loss_is_left_out(browser, show):
@@ -46,7 +51,7 @@ def test_a_pair_without_a_finite_loss_is_left_out(browser, show):
     some, none = browser.execute_script(FIND, root, pairs)
     right = difference([1.0, math.nan, 3.0], [2.0, 5.0, 4.5])
     assert some[2:6] == pytest.approx([right.mean, right.low, right.high, 2])
-    assert none[2:] == [None, None, None, 0, "cannot tell"]
+    assert none[2:] == [None, None, None, 0, "cannot tell here"]
 
 
 def choose(root, name: str, value: str) -> None:
@@ -95,4 +100,4 @@ def test_choices_and_keys_change_the_answer(show):
 
 def test_where_no_pair_is_left_it_cannot_tell(show):
     root = show(lab.play.seeds(other="fp32", base="fp32", rate="far too high"))
-    assert "cannot tell" in sentence(root)
+    assert "cannot tell here" in sentence(root)

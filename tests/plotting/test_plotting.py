@@ -248,15 +248,11 @@ def test_a_ladder_shows_rows_that_are_not_here():
     assert words(left.get_yticklabels()) == ["row 0", "row 1"]
 
 
-def test_points_that_others_beat_are_not_on_the_front():
-    points = {"small": (1.0, 9.0), "fast": (3.0, 2.0), "beaten": (3.5, 2.5), "noise": (3.0, 2.05)}
-    assert plotting.pareto_front(points) == ["small", "fast", "noise"]
-    assert plotting.pareto_front(points, tolerance=0.0) == ["small", "fast"]
-    close = {"small": (1.0, 9.0), "larger": (2.0, 8.8), "larger and faster": (3.0, 8.0)}
-    assert plotting.pareto_front(close) == ["small", "larger and faster"]
-    assert plotting.pareto_front(close, tolerance=0.0) == list(close)
-    ax = plotting.pareto(points)
+def test_the_front_joins_the_points_that_it_names():
+    points = {"small": (1.0, 1.4), "fast": (3.0, 1.0), "beaten": (3.5, 1.2)}
+    ax = plotting.pareto(points, ["fast", "small"])
     assert words(ax.get_legend().get_texts()) == [*points, "Pareto front"]
+    assert list(ax.get_lines()[-1].get_xdata()) == [1.0, 3.0]
     plt.close("all")
 
 

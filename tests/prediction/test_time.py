@@ -144,18 +144,26 @@ def test_shares_phases_and_band_belong_to_the_step():
 
 
 @pytest.mark.parametrize(
-    ("card", "changes", "band"),
+    ("card", "changes", "below", "above"),
     [
-        ("a100", {}, 0.2),
-        ("a100", {"compile": "default"}, 0.3),
-        ("rtx4060", {}, 0.5),
-        ("a100", {"micro_batch_size": 1, "tokens_per_step": 512}, 0.5),
+        ("a100", {}, 0.2, 0.7),
+        ("a100", {"compile": "default"}, 0.3, 0.7),
+        ("rtx4060", {}, 0.5, 1.0),
+        ("a100", {"micro_batch_size": 1, "tokens_per_step": 512}, 0.5, 1.0),
     ],
 )
-def test_the_band_is_as_wide_as_what_is_not_known(card, changes, band):
+def test_the_band_is_as_wide_as_what_is_not_known(card, changes, below, above):
     ledger = predict_time(lab.load_config("bf16", **changes), card)
-    assert ledger.high_ms / ledger.step_ms - 1 == pytest.approx(band)
-    assert 1 - ledger.low_ms / ledger.step_ms == pytest.approx(band)
+    assert 1 - ledger.low_ms / ledger.step_ms == pytest.approx(below)
+    assert ledger.high_ms / ledger.step_ms - 1 == pytest.approx(above)
+
+
+@pytest.mark.parametrize("compile", ["off", "default"])
+def test_errors_on_steps_that_did_not_make_the_ledger_lie_in_the_band(compile):
+    ledger = predict_time(lab.load_config("bf16", compile=compile), "a100")
+    for error in (-0.20, -0.40):  # predicted / measured - 1: in the median, and at worst
+        assert ledger.low_ms < ledger.step_ms / (1 + error) < ledger.high_ms
+    assert "20 %" in ledger.why_band
 
 
 def test_a_small_model_on_a_fast_card_waits_for_its_host():
@@ -193,14 +201,14 @@ def test_published_rows_are_within_the_promised_error():
     ]
     table = published.scored(chosen)
     assert table["error %"].abs().median() <= 15
-    assert table["inside"].mean() >= 0.8
+    assert table["inside"].all()
 
 
 @pytest.mark.slow
 def test_all_published_rows_are_within_the_promised_error_and_beat_a_roofline():
     table = published.scored()
     assert table["error %"].abs().median() <= 15
-    assert table["inside"].mean() >= 0.8
+    assert table["inside"].all()
     is_neusight = table.id.str.startswith("S-")
     ours = table[is_neusight]["error %"].abs().median()
     assert ours < table[is_neusight]["roofline error %"].abs().median()

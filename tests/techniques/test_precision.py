@@ -213,6 +213,7 @@ def busy_machine():
         program.wait()
 
 
+@pytest.mark.busy
 def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
     """By the clock, two threads that wait for each other give ratios from 0.0 to 200.
 

@@ -159,9 +159,8 @@ def test_wrong_numbers_are_refused_in_words(capsys):
         (["run", "fp32", "--repeat", "0"], "'0' is not a whole number above 0"),
         (["predict", "fp32", "--gpu-memory-gib", "nan"], "'nan' is not an amount of memory"),
         (["predict", "fp32", "--gpu-memory-gib", "8GB"], "'8GB' is not an amount of memory"),
-        (["grade", ".", "--seconds", "-3"], "'-3' is not a number above 0"),
-        (["grade", ".", "--memory-gib", "nan"], "'nan' is not an amount of memory"),
-        (["grade", ".", "--at-once", "0"], "'0' is not a whole number above 0"),
+        (["grade", ".", "--timeout", "-3"], "'-3' is not a number above 0"),
+        (["grade", ".", "--jobs", "0"], "'0' is not a whole number above 0"),
         (["bench", "--ablate", "3/2"], "'3/2' is not a share"),
     ):
         with pytest.raises(SystemExit) as exit_info:

@@ -34,10 +34,22 @@ def test_tokens_that_are_no_whole_steps_are_refused():
         lab.convergence.config_of("batch_32", 0, 1025)
 
 
+def test_held_out_losses_are_on_all_held_out_text(runs):
+    config = lab.convergence.config_of("batch_8", 0, 2048, lr_warmup_steps=0)
+    corpus = lab.build(config, CPU).data.corpus
+    batches = lab.convergence.held_out_batches(corpus)
+    assert sum(len(batch["labels"]) for batch in batches) == len(corpus.split(32)[1]) > 300
+    first = {"model": "gpt2-nano", "learning_rate": 1e-9, "steps": 1, "tokens_per_step": 256}
+    untrained = lab.convergence.run(config.model_copy(update=first), CPU)
+    model = lab.build_model("gpt2-nano", dropout=0.0)
+    expected = lab.evaluate(model, batches, lab.lm_loss_sum)
+    assert untrained.held_out[-1][1] == pytest.approx(expected, abs=1e-3)
+
+
 def test_a_short_run_is_the_beginning_of_a_longer_one(runs):
     long = lab.convergence.config_of("batch_32", 1, 4096, eval_every=3)
     short = lab.convergence.config_of("batch_32", 1, 3072)
-    found = [lab.run_experiment(one, device=CPU, progress=False) for one in (long, short)]
+    found = [lab.convergence.run(one, CPU) for one in (long, short)]
     assert found[0].series.loss[:3] == pytest.approx(found[1].series.loss)
     assert found[0].held_out[0] == pytest.approx(found[1].held_out[-1])
 
@@ -48,8 +60,9 @@ def test_the_command_writes_what_can_be_read_again(runs, tmp_path):
     convergence_record.main(options)
     made = lab.convergence.read_record(path)
     assert made.points() == [1024, 2048]
-    assert {"device", "torch", "python", "commit", "corpus", "threads", "rule"} <= made.facts.keys()
-    for arm in lab.convergence.ARMS:
+    expected = {"device", "torch", "python", "commit", "corpus", "threads", "rule", "held-out text"}
+    assert expected <= made.facts.keys()
+    for arm in (*lab.convergence.ARMS, lab.convergence.AT_ONCE["name"]):
         assert len(made.at(arm, 2048)) == 2
     with pytest.raises(ValueError, match="no 'batch_8' after 7 tokens"):
         made.at("batch_8", 7)

@@ -12,6 +12,8 @@ import labutils as lab
 from labutils.training.records import find_runs
 from tests.helpers import REPO, slow
 
+pytestmark = pytest.mark.processes
+
 SMALL = {
     "seq_len": 32,
     "micro_batch_size": 2,

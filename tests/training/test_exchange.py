@@ -10,6 +10,7 @@ from torch import nn
 import labutils as lab
 from tests.helpers import slow
 
+processes = pytest.mark.processes
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -114,6 +115,7 @@ def test_one_large_bucket_waits_for_all_gradients():
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+@processes
 def test_two_processes_compute_what_is_simulated_and_time_both_ways():
     gradients = random_parts(2, 10_001)
     work = lab.processes.mean_and_times
@@ -125,6 +127,7 @@ def test_two_processes_compute_what_is_simulated_and_time_both_ways():
 
 
 @slow
+@processes
 def test_four_processes_add_in_the_order_of_a_ring():
     """Which part begins at which worker is Gloo's choice, so each order of a ring may be."""
     gradients = random_parts(4, 5_000)
@@ -143,6 +146,7 @@ def fail(*_: object) -> None:
     raise RuntimeError(f"process {dist.get_rank()} has had enough")
 
 
+@processes
 def test_an_error_in_a_process_is_raised_here():
     with pytest.raises(Exception, match="has had enough"):
         lab.processes.in_processes(2, fail)

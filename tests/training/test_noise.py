@@ -2,9 +2,11 @@
 
 import random
 
+import nbformat
 import pytest
 
 from labutils.training.noise import CANNOT_TELL, interval, paired_difference, paired_ratio
+from tests.helpers import committed
 
 FIRST = [1.0, 1.1, 0.9, 1.0, 1.05]
 
@@ -111,3 +113,32 @@ def test_more_pairs_tell_more():
             told += paired_ratio(first, second, worth_telling=1.01).verdict == "larger"
         shares.append(told / 300)
     assert shares[0] < shares[1] < shares[2] and shares[2] > 0.8
+
+
+def rule_of_notebook_01() -> dict:
+    """Return the names that the notebook's cells of the rule define: `verdict`, `interval`."""
+    names: dict = {}
+    cells = nbformat.reads(committed("01-Mixed_Precision.ipynb"), as_version=4).cells
+    for cell in cells:
+        if "def interval(" in cell.source or "def verdict(" in cell.source:
+            exec(cell.source, names)
+    return names
+
+
+def test_the_rule_on_the_page_is_the_package_s():
+    rule, draw, verdicts = rule_of_notebook_01(), random.Random(1), set()
+    for _ in range(600):
+        n_pairs, shift = draw.choice((5, 9, 12, 24)), draw.choice((-3.0, -1.0, 0.0, 1.0, 3.0))
+        differences = [draw.gauss(shift, 1) for _ in range(n_pairs)]
+        equal_pairs = [draw.gauss(0, draw.choice((0.1, 1.0))) for _ in range(n_pairs)]
+        worth_telling = draw.choice((0.0, 0.5, 2.0))
+        ours = paired_difference(
+            [0.0] * n_pairs,
+            differences,
+            ([0.0] * n_pairs, equal_pairs),
+            worth_telling=worth_telling,
+        )
+        assert rule["interval"](differences) == pytest.approx((ours.low, ours.high))
+        assert rule["verdict"](differences, equal_pairs, worth_telling) == ours.verdict
+        verdicts.add(ours.verdict)
+    assert verdicts == {"larger", "smaller", CANNOT_TELL}

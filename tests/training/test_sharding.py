@@ -9,6 +9,8 @@ import labutils as lab
 from labutils.training import sharding
 from tests.helpers import slow
 
+pytestmark = pytest.mark.processes
+
 LIKE_ONE = {"rel": 1e-5}  # float32, ten operations deep: only the order of additions differs
 
 

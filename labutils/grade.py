@@ -1,0 +1,218 @@
+"""Grade a class: a folder of notebooks becomes scores.csv and misconceptions.csv.
+
+A verdict is what the notebook said when it ran here, top to bottom in a fresh kernel. It proves
+nothing about who wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+from nbclient import NotebookClient
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from tqdm import tqdm
+
+from labutils.checks import VERDICTS
+from labutils.config.schema import ConfigError
+from labutils.pages import QUIET, all_notebooks, read_notebook
+from labutils.training.code_version import code_version
+
+SLOW = "slow"  # the tag of cells that train for long, and that no exercise needs
+CALL = re.compile(r"\bchecks\.(\w+)\(")
+MOST_BYTES = {"RLIMIT_DATA": 6 * 2**30, "RLIMIT_FSIZE": 2**30, "RLIMIT_NPROC": 4096}
+LOOK = "look at this: "
+
+
+# {exercise: (verdict, the check's other arguments)}. A verdict is "right", "wrong: …" with the
+# misconception, "open", or "look at this: …" with the reason.
+Answers = dict[str, tuple[str, str]]
+
+
+def grade_folder(
+    folder: Path,
+    out: Path,
+    *,
+    timeout: float = 120,
+    jobs: int = 1,
+    course: Sequence[Path] = (),
+) -> pd.DataFrame:
+    """Run the notebooks below a folder and return a row a student, a column an exercise.
+
+    Writes `scores.csv` (the same table, with the number of right answers), `misconceptions.csv`
+    (how many students had which) and `verdicts.jsonl`, from which a second call takes what has
+    run already with equal content. A student is a folder below `folder`, or a file in it. A cell
+    may take `timeout` seconds; `jobs` notebooks run at once, each with at most 6 GiB and files of
+    1 GiB (not on Windows). `course` are the notebooks that have the exercises, by default ours.
+    Raises FileNotFoundError if there is no notebook.
+    """
+    paths = sorted(p for p in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+    if not paths:
+        raise FileNotFoundError(f"no notebook is below {folder}")
+    exercises = {path: _exercises(path) for path in course or all_notebooks()}
+    own = {
+        path: max(exercises, key=lambda p: len(exercises[p] & _exercises(path))) for path in paths
+    }
+    needed = [path for path in exercises if path in set(own.values())]
+    answers = _run_all([*needed, *paths], out / "verdicts.jsonl", timeout, jobs)
+    rows: dict[str, dict[str, str]] = {}
+    for path in paths:
+        place = path.relative_to(folder)
+        student = place.parts[0] if len(place.parts) > 1 else place.stem
+        row = rows.setdefault(student, {})
+        for exercise, (_, our_arguments) in answers[own[path]].items():
+            not_called = f"{LOOK}its check was not called", our_arguments
+            verdict, arguments = answers[path].get(exercise, not_called)
+            if arguments != our_arguments and not verdict.startswith(LOOK):
+                verdict = f"{LOOK}its check was called with other arguments than the course's"
+            if row.get(exercise) != "right":
+                row[exercise] = verdict
+    scores = pd.DataFrame.from_dict(rows, orient="index").rename_axis("student")
+    scores.insert(0, "right", (scores == "right").sum(axis=1))
+    scores.to_csv(out / "scores.csv")
+    _misconceptions(scores).to_csv(out / "misconceptions.csv", index=False)
+    return scores
+
+
+def _misconceptions(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each exercise and misconception: how many students had it."""
+    verdicts = scores.drop(columns="right").melt(var_name="exercise", value_name="verdict")
+    wrong = verdicts[verdicts.verdict.str.startswith("wrong: ", na=False)]
+    wrong = wrong.assign(misconception=wrong.verdict.str.removeprefix("wrong: "))
+    counts = wrong.groupby(["exercise", "misconception"]).size()
+    return counts.sort_values(ascending=False).rename("students").reset_index()
+
+
+def _exercises(path: Path) -> set[str]:
+    try:
+        cells = read_notebook(path).cells
+    except ConfigError:
+        return set()
+    return {
+        name for cell in cells if cell.cell_type == "code" for name in CALL.findall(cell.source)
+    }
+
+
+# ---- running
+
+
+def _run_all(paths: Sequence[Path], store: Path, timeout: float, jobs: int) -> dict[Path, Answers]:
+    """Return the answers in each notebook; what has run already is read from `store`."""
+    keys = {}
+    for path in paths:
+        keys[path] = hashlib.sha256(path.read_bytes() + code_version().encode()).hexdigest()
+    answers: dict[str, Answers] = {}
+    if store.exists():
+        for line in store.read_text(encoding="utf-8").splitlines():
+            answers |= json.loads(line)
+    open_paths = {keys[path]: path for path in paths if keys[path] not in answers}
+    store.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _limit) as pool:
+        runs = {pool.submit(answers_of, path, timeout): key for key, path in open_paths.items()}
+        progress = tqdm(as_completed(runs), "notebooks", len(runs), file=sys.stdout, mininterval=1)
+        with store.open("a", encoding="utf-8") as file:
+            for run in progress:
+                key = runs[run]
+                answers[key] = run.result()
+                print(json.dumps({key: answers[key]}), file=file, flush=True)
+    return {path: answers[key] for path, key in keys.items()}
+
+
+def _limit() -> None:
+    """Limit this process, and with it the kernels it starts; Windows has no such limits."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    for name, most in MOST_BYTES.items():
+        _, hard = resource.getrlimit(getattr(resource, name))
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(getattr(resource, name), (limit, hard))
+
+
+def answers_of(path: Path, timeout: float) -> Answers:
+    """Run a notebook without its slow cells and return its answers.
+
+    A cell that takes longer than `timeout` seconds, or that ends its kernel, is left out and the
+    notebook runs once more, so that one answer does not cost the others.
+    """
+    try:
+        notebook = read_notebook(path)
+    except ConfigError as error:
+        print(error)
+        return {}
+    left_out: dict[int, str] = {}
+    for _ in range(1 + len(notebook.cells)):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            stopped = _run(notebook, Path(folder), timeout)
+            verdicts = _read(Path(folder) / "verdicts")
+        if stopped is None:
+            break
+        number, why = stopped
+        left_out[number] = why
+        notebook.cells[number].metadata["tags"] = [SLOW]
+    answers: Answers = {}
+    for number, cell in enumerate(notebook.cells):
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                left_out.setdefault(number, f"its cell raised {output.ename}: {output.evalue}")
+        if number in left_out:
+            answers |= {name: (LOOK + left_out[number], "") for name in CALL.findall(cell.source)}
+    return answers | verdicts
+
+
+def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple[int, str] | None:
+    """Run a notebook; return (number, why) of a cell that stopped it, or None."""
+    current = 0
+
+    def begin(cell_index: int, **_: object) -> None:
+        nonlocal current
+        current = cell_index
+
+    client = NotebookClient(
+        notebook,
+        timeout=timeout,
+        allow_errors=True,
+        extra_arguments=QUIET,
+        kernel_name="python3",
+        skip_cells_with_tag=SLOW,
+        record_timing=False,
+        resources={"metadata": {"path": str(folder)}},
+        on_cell_start=begin,
+    )
+    own = {"LABUTILS_RUNS": str(folder / "runs"), VERDICTS: str(folder / "verdicts")}
+    try:
+        client.execute(env=os.environ | own | {"MPLBACKEND": "Agg"})
+    except CellTimeoutError:
+        return current, f"its cell took more than {timeout:g} s"
+    except DeadKernelError:
+        return current, "its cell ended the kernel"
+    finally:
+        group = getattr(getattr(client.km, "provisioner", None), "pgid", None)
+        with suppress(ProcessLookupError, PermissionError):
+            if group:
+                os.killpg(group, signal.SIGKILL)  # processes that it has started
+    return None
+
+
+def _read(path: Path) -> Answers:
+    """Return what the checks wrote; a line that is not theirs is left out."""
+    verdicts: Answers = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                written = json.loads(line)
+                verdicts[str(written["exercise"])] = str(written["verdict"]), written["arguments"]
+    return verdicts

@@ -1,0 +1,20 @@
+"""The README's figure is that of notebook 01, and its caption names the machine that made it."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+
+from benchmarks.readme_figure import NOTEBOOK, TAG, TARGET, device_of, figure_of
+from tests.helpers import committed
+
+
+def test_the_figure_is_the_notebooks_own_and_the_caption_names_its_machine():
+    notebook = nbformat.reads(committed(NOTEBOOK), as_version=4)
+    if not any(TAG in cell.metadata.get("tags", []) for cell in notebook.cells):
+        pytest.skip(f"no cell of {NOTEBOOK} is tagged {TAG} yet")
+    assert TARGET.read_bytes() == figure_of(notebook), "make readme"
+    readme = committed("README.md")
+    _, _, after = readme.partition(TARGET.name)
+    caption = after.split("\n\n")[1]
+    assert device_of(notebook).partition(" (")[0] in caption

@@ -1,0 +1,121 @@
+"""further/train_gpt2.py, the one script without labutils, against `labutils run`."""
+
+from __future__ import annotations
+
+import ast
+import os
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import labutils as lab
+from tests.helpers import CPU, REPO
+
+SCRIPT = REPO / "further" / "train_gpt2.py"
+STEPS = {"steps": 4, "lr_warmup_steps": 1}
+CHAPTERS = ["assignment", "calls", "class"]
+TINY = {"model": "gpt2-nano", "seq_len": 64, "micro_batch_size": 2, "tokens_per_step": 256}
+
+
+@pytest.fixture
+def little_text(monkeypatch):
+    """Python's language reference cut to 3 chapters: both then read on in its library."""
+    from pydoc_data import topics
+
+    monkeypatch.setattr(topics, "topics", {name: topics.topics[name] for name in CHAPTERS})
+
+
+def losses_of_script(name, changes, monkeypatch):
+    """Run the script in this process; return every step's loss."""
+    pairs = [f"{key}={value}" for key, value in changes.items()]
+    config = REPO / "configs" / f"{name}_config.yaml"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(config), "--set", *pairs])
+    return runpy.run_path(str(SCRIPT))["losses"].tolist()
+
+
+def losses_of_labutils(name, changes, device):
+    record = lab.run_experiment(
+        lab.load_config(name, **changes), device=device, rerun=True, progress=False
+    )
+    assert record.outcome == "completed"
+    return record.series.loss
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("fp32", {}),
+        ("fp16", {}),
+        ("fp16", {"init_scale": 1e12}),  # the first steps overflow, and are skipped
+        ("bf16", {}),
+        ("accumulation", {}),
+        ("checkpointing", {}),
+        ("checkpointing", {"gradient_checkpointing": "block", "dropout": 0.1}),
+        ("optimized", {"loss_chunk_tokens": 0}),
+    ],
+)
+def test_the_script_has_the_losses_of_a_run_bit_for_bit(
+    name, changes, little_text, runs, monkeypatch
+):
+    changes = STEPS | changes
+    expected = losses_of_labutils(name, changes, CPU)
+    assert losses_of_script(name, changes, monkeypatch) == expected
+
+
+def test_the_loss_in_chunks_agrees_to_rounding(little_text, runs, monkeypatch):
+    expected = losses_of_labutils("optimized", STEPS, CPU)
+    assert losses_of_script("optimized", STEPS, monkeypatch) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_text_of_ones_own_is_read_again_in_a_new_order(runs, tmp_path, monkeypatch):
+    path = tmp_path / "own.txt"
+    path.write_text(" ".join(f"the {i * i}th word" for i in range(400)), encoding="utf-8")
+    changes = TINY | STEPS | {"steps": 12, "corpus": str(path)}  # more than an epoch
+    expected = losses_of_labutils("fp32", changes, CPU)
+    assert losses_of_script("fp32", changes, monkeypatch) == expected
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "optimizer=sgd",
+        "gradient_checkpointing=offload",
+        "weights=pretrained",
+        "compile=max-autotune",
+    ],
+)
+def test_what_the_script_cannot_do_is_refused(pair, monkeypatch, capsys):
+    key, value = pair.split("=")
+    with pytest.raises(SystemExit):
+        losses_of_script("fp32", {key: value}, monkeypatch)
+    assert f"{key} is {value!r}" in capsys.readouterr().err
+
+
+def test_the_script_is_short_and_needs_no_labutils(tmp_path):
+    text = SCRIPT.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 220
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            assert "labutils" not in ast.unparse(node)
+    config = REPO / "configs" / "fp32_config.yaml"
+    command = [sys.executable, str(SCRIPT), str(config), "--set", "steps=2", "lr_warmup_steps=0"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    answer = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert answer.stderr == ""
+    assert "held-out loss" in answer.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp32", "tf32", "fp16", "bf16"])
+def test_the_script_has_the_losses_of_a_run_on_a_gpu(name, runs, monkeypatch):
+    cuda, changes = torch.device("cuda"), TINY | STEPS
+    if not lab.support(name, cuda).ok:
+        pytest.skip(lab.support(name, cuda).reason)
+    expected = losses_of_labutils(name, changes, cuda)
+    losses = losses_of_script(name, changes, monkeypatch)
+    assert losses == pytest.approx(expected, rel=2e-3)  # some kernels add up in no fixed order
