@@ -9,8 +9,8 @@ from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
-from labutils.plotting.ladder import guess_line, ladder
-from labutils.plotting.memory import snapshot, stacked_memory, timeline
+from labutils.plotting.ladder import guess_line
+from labutils.plotting.memory import stacked_memory, timeline
 from labutils.plotting.numbers import (
     bands,
     bars_beside,
@@ -18,7 +18,6 @@ from labutils.plotting.numbers import (
     heat_map,
     rates,
     reconcile,
-    steps,
     strips,
 )
 from labutils.plotting.predicted_time import predicted_times
@@ -71,7 +70,6 @@ __all__ = [
     "guess_line",
     "heat_map",
     "kept_in_block",
-    "ladder",
     "loss_scale",
     "losses",
     "losses_by_seed",
@@ -84,10 +82,8 @@ __all__ = [
     "reconcile",
     "relative_spacing",
     "roofline",
-    "snapshot",
     "stacked_memory",
     "step_times",
-    "steps",
     "strips",
     "throughput",
     "timeline",
