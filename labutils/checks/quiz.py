@@ -18,56 +18,110 @@ class Question:
     choices: tuple[tuple[str, str], ...]  # (choice, why), in the order of LETTERS
 
 
-PROFILING: tuple[Statement, ...] = (
-    (
-        "A technique that saves activations always lowers the peak.",
-        False,
-        "only if activations are alive at the peak",
+PROFILING: tuple[Question, ...] = (
+    Question(
+        "A technique halves what the blocks keep for backward. The peak stays. Why?",
+        "b",
+        (
+            (
+                "the counter counts reserved bytes",
+                "max_memory_allocated counts tensors, not segments",
+            ),
+            (
+                "the peak lies where few activations are alive",
+                "only what is alive at the peak lowers it",
+            ),
+            ("activations never make the peak", "in section 1 they are 16 of 42 MiB"),
+            ("the cache was not emptied", "the cache is no part of what is allocated"),
+        ),
     ),
-    (
-        "empty_cache() frees tensors that a variable still holds.",
-        False,
-        "it returns cached segments in which no tensor lives",
+    Question(
+        "A process has 3.0 GiB allocated and 3.6 reserved. empty_cache() leaves 3.6. Why?",
+        "d",
+        (
+            ("empty_cache needs a synchronize first", "it waits by itself"),
+            ("a living variable holds the 0.6 GiB", "then they would be allocated"),
+            ("0.6 GiB are the context", "the context is not in reserved"),
+            ("in each segment some tensor lives", "only whole free segments go back"),
+        ),
     ),
-    (
-        "nvidia-smi shows at least what PyTorch has reserved.",
-        True,
-        "reserved segments, and the context",
+    Question(
+        "_dump_snapshot is called after a step, and nothing before. What is in the file?",
+        "a",
+        (
+            ("the present blocks, without a history", "_record_memory_history must come first"),
+            ("the last 100,000 events", "max_entries belongs to _record_memory_history"),
+            ("nothing at all", "segments and their blocks are there"),
+            ("the history of the last step", "nothing was recorded"),
+        ),
     ),
-    (
-        "A snapshot made without _record_memory_history first has no history.",
-        True,
-        "only the present state",
+    Question(
+        "By a profile a rewrite saves 12 ms, by a clock in turns 4 ms. What do you report?",
+        "c",
+        (
+            (
+                "12 ms: the profile sees each operation",
+                "recording slows operations, and not all by one factor",
+            ),
+            ("8 ms, the mean", "a mean of a right and a wrong number"),
+            ("4 ms: the clock ran without the recorder", "the profile tells where to look"),
+            (
+                "the share by the profile, the time by the clock",
+                "the share is as slanted as the time",
+            ),
+        ),
     ),
-    (
-        "Twice the batch needs at least twice the memory.",
-        False,
-        "weights and moments do not grow with it",
+    Question(
+        "Peaks of 2, 4 and 6 sequences: 900, 1300, 1700 MiB. What does the intercept hold?",
+        "b",
+        (
+            ("activations of the first sequence", "they are in the slope"),
+            (
+                "weights, moments and what else no sequence adds to",
+                "it is the peak of a batch of nothing",
+            ),
+            ("fragmentation", "allocated bytes have no holes"),
+            ("the context", "the context is not allocated by PyTorch"),
+        ),
     ),
-    (
-        "More accumulation steps at the same micro-batch lower the peak.",
-        False,
-        "the micro-batch must shrink",
+    Question(
+        "In a notebook a cell died of out of memory. What frees its tensors?",
+        "d",
+        (
+            ("torch.cuda.empty_cache()", "they are alive, so they are no cache"),
+            ("gc.collect()", "frames still refer to them"),
+            ("running the cell again", "then a new error holds new ones"),
+            ("clearing the frames of the traceback", "the frames' variables are what holds them"),
+        ),
     ),
-    (
-        "After a failed cell, tensors of its functions can still be alive.",
-        True,
-        "the traceback keeps their frames",
+    Question(
+        "Float32, AdamW. How many bytes per parameter are alive when backward begins?",
+        "a",
+        (
+            ("12", "weight and two moments; gradients come during backward"),
+            ("4", "those are the weights alone"),
+            ("16", "that is so at its end, with the gradients"),
+            ("8", "two moments, and the weight as well"),
+        ),
     ),
-    (
-        "In a small model with a large vocabulary the logits can outweigh a block.",
-        True,
-        "section 4",
-    ),
-    (
-        "A BF16 weight rounded to nearest follows every small update.",
-        False,
-        "below half a step it does not move",
-    ),
-    (
-        "Freeing gradients in backward still allows clipping by the global norm.",
-        False,
-        "that needs all gradients",
+    Question(
+        "Which change lowers the peak of a step that is full of activations?",
+        "c",
+        (
+            (
+                "more accumulation steps at the same micro-batch",
+                "the same micro-batch keeps the same activations",
+            ),
+            ("a fused AdamW", "it saves temporaries of the optimizer phase"),
+            (
+                "a smaller micro-batch, and more accumulation steps",
+                "fewer tokens are alive at once, and the batch stays",
+            ),
+            (
+                "zero_grad() before the step instead of after it",
+                "gradients are not what the step is full of",
+            ),
+        ),
     ),
 )
 
