@@ -242,7 +242,7 @@ def test_doctor_describes_this_machine_and_times_every_notebook(capsys):
         rows = list(csv.DictReader(file))
     assert [row["notebook"] for row in rows] == [*core, *optional]
     found = re.findall(r"^\| (\S+) \| (\d+) \|$", committed("INSTRUCTORS.md"), re.M)
-    assert found == [(row["notebook"], row["seconds"]) for row in rows]
+    assert found == [(row["notebook"], row["seconds"]) for row in rows[: len(core)]]
     if not torch.cuda.is_available():
         assert all(re.search(rf"{row['notebook']} \d", printed) for row in rows)
 
