@@ -21,10 +21,8 @@ from labutils.memory.cpu_recorder import peak_allocated as peak_allocated
 from labutils.memory.device_memory import allocated_bytes as allocated_bytes
 from labutils.memory.device_memory import cublas_bytes as cublas_bytes
 from labutils.memory.device_memory import cuda_memory as cuda_memory
-from labutils.memory.device_memory import expandable_segments as expandable_segments
 from labutils.memory.device_memory import free_memory as free_memory
 from labutils.memory.device_memory import memory_limit as memory_limit
-from labutils.memory.device_memory import without_expandable_segments as without_expandable_segments
 from labutils.memory.ledger import gib as gib
 from labutils.memory.ledger import mib as mib
 from labutils.memory.measure import measure_step as measure_step

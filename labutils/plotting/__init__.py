@@ -18,6 +18,7 @@ from labutils.plotting.numbers import (
     heat_map,
     rates,
     reconcile,
+    steps,
     strips,
 )
 from labutils.plotting.predicted_time import predicted_times
@@ -84,6 +85,7 @@ __all__ = [
     "roofline",
     "stacked_memory",
     "step_times",
+    "steps",
     "strips",
     "throughput",
     "timeline",
