@@ -21,10 +21,8 @@ from .memory.cpu_recorder import peak_allocated as peak_allocated
 from .memory.device_memory import allocated_bytes as allocated_bytes
 from .memory.device_memory import cublas_bytes as cublas_bytes
 from .memory.device_memory import cuda_memory as cuda_memory
-from .memory.device_memory import expandable_segments as expandable_segments
 from .memory.device_memory import free_memory as free_memory
 from .memory.device_memory import memory_limit as memory_limit
-from .memory.device_memory import without_expandable_segments as without_expandable_segments
 from .memory.ledger import gib as gib
 from .memory.ledger import mib as mib
 from .memory.measure import measure_step as measure_step

@@ -17,6 +17,7 @@ from labutils.plotting.numbers import (
     curves,
     heat_map,
     reconcile,
+    steps,
     strips,
 )
 from labutils.plotting.predicted_time import predicted_times
@@ -81,6 +82,7 @@ __all__ = [
     "roofline",
     "stacked_memory",
     "step_times",
+    "steps",
     "strips",
     "throughput",
     "timeline",

@@ -221,6 +221,13 @@ def test_the_drawing_of_a_step_names_its_parts():
     assert {"forward", "loss", "backward", "optimizer step", "clear"} <= texts
 
 
+def test_steps_have_a_tick_for_each_event():
+    ax = plotting.steps({"reserved": [1, 2], "allocated": [1, 1]}, ["first", "second"], "MiB")
+    assert words(ax.get_xticklabels()) == ["first", "second"]
+    assert [list(line.get_ydata()) for line in ax.lines] == [[1, 2], [1, 1]]
+    plt.close("all")
+
+
 def test_a_guess_that_was_not_made_is_not_drawn():
     _, ax = plt.subplots()
     plotting.guess_line(ax, None)
