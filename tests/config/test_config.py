@@ -320,12 +320,8 @@ def test_comments_of_the_shipped_configs_are_equal_and_mark_what_differs(name):
         words = comment.removeprefix("[*]").strip()
         if not key.startswith(" ") and key not in ("name", "note", "when_cpu"):
             assert words == Config.model_fields[key].description, key
-        if among_precisions:
-            is_marked = key in ("name", "note", "precision")
-        else:
-            is_marked = key not in baseline or yaml.safe_load(baseline[key]) != yaml.safe_load(
-                value
-            )
+        differs = key not in baseline or yaml.safe_load(baseline[key]) != yaml.safe_load(value)
+        is_marked = differs or (among_precisions and key in ("name", "note", "precision"))
         assert comment.startswith("[*]") == is_marked, key
     assert "$schema=schema.json" in committed(f"configs/{name}_config.yaml")
 
