@@ -19,7 +19,7 @@ REFERENCE := labutils/reference
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 .PHONY: labs further test test-all test-busy test-further test-avx2 test-more test-slow lint
-.PHONY: readme exhibits bench records gpu clean
+.PHONY: readme configs exhibits bench records gpu clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -62,6 +62,9 @@ test-slow: $(VENV)/installed
 
 readme: $(VENV)/installed
 	$(BIN)/python benchmarks/readme_figure.py
+
+configs: $(VENV)/installed
+	$(BIN)/python -m benchmarks.configs
 
 exhibits: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ledger_table $(AGAIN)

@@ -72,7 +72,7 @@ def plan_of(what: str, seeds: int) -> Plan:
         return plan
     for seed in range(seeds):
         plan += [(arm, seed, {}) for arm in convergence.ARMS]
-        plan.append((convergence.IDENTICAL[0], seed, convergence.AT_ONCE))
+        plan.append((convergence.IDENTICAL[1], seed, {}))
     return plan
 
 
@@ -96,9 +96,9 @@ def convergence_text(what: str, options: argparse.Namespace) -> str:
     """Train what the record of convergence, or of rates, holds; return its text."""
     rows = []
     for arm, seed, changes in tqdm(plan_of(what, options.seeds), file=sys.stderr, unit="run"):
-        config = convergence.config_of(arm, seed, options.tokens, **changes)
-        every = {"eval_every": options.every_tokens // config.tokens_per_step}
-        record = convergence.run(config.model_copy(update=every), choose_device())
+        config = convergence.config_of(arm, seed, options.tokens)
+        changes["eval_every"] = options.every_tokens // config.tokens_per_step
+        record = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
         rows += held_out_rows(record)
     corpus = build_corpus(convergence.config_of(convergence.SMALL, 0, TOKENS).on("cpu"))
     batches = convergence.held_out_batches(corpus)

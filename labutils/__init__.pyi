@@ -31,7 +31,6 @@ from .memory.measure import measure_step as measure_step
 from .memory.tensors import flat_gradient as flat_gradient
 from .memory.tensors import kept_by_kind as kept_by_kind
 from .memory.tensors import saved_for_backward as saved_for_backward
-from .memory.tensors import saved_names as saved_names
 from .memory.transfer import copy_gb_per_s as copy_gb_per_s
 from .prediction import allocator as allocator
 from .prediction import arithmetic as arithmetic
@@ -39,7 +38,6 @@ from .prediction import roofline as roofline
 from .prediction.advise import advise as advise
 from .prediction.arithmetic import n_parameters as n_parameters
 from .prediction.arithmetic import static_gib as static_gib
-from .prediction.changes import time_cost as time_cost
 from .prediction.fit import fit as fit
 from .prediction.large import predict_large as predict_large
 from .prediction.memory import needed_gib as needed_gib

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
 ALLOCATOR = "reserved_bytes", "reserved_expandable_bytes", "needed_expandable_bytes"
-# left out first on a narrow screen: columns of `runs` and `compare`
-SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"
+SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"  # see _print_table
 
 
 def _configs(incomplete: str) -> list[str]:
@@ -99,7 +98,7 @@ def start() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        app(arguments)
+        app(arguments)  # always ends in SystemExit, or in an error
     except SystemExit as end:
         return end.code or 0
     except Exception as error:
@@ -107,7 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)  # the course's own errors say what to do
             return 1
         raise
-    return 0
 
 
 @app.command()
@@ -245,8 +243,8 @@ def _print_table(table: pd.DataFrame) -> None:
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in table:
         numbers = all(re.fullmatch(r"[\d.,+–-]*", text) for text in table[name])
-        heading, side = name.replace("_", " "), "right" if numbers else "left"
-        grid.add_column(heading, justify=side, overflow="fold")
+        side = "right" if numbers else "left"
+        grid.add_column(name.replace("_", " "), justify=side, overflow="fold")
     for row in table.itertuples(index=False):
         grid.add_row(*row)
     Console(width=width, markup=False, emoji=False, highlight=False).print(grid)
@@ -434,15 +432,17 @@ def doctor(calibrate: Calibrate = False) -> None:
         print(f"{key:15s} {value}")
     if problem:
         print(f"\nGPU NOT USED: {problem}", file=sys.stderr)
-    elif device.type == "cpu":
-        print("\nNo NVIDIA GPU found: experiments train a small GPT-2.")
     if device.type == "cpu":
         rate = matmul_rate(torch.float32, device, 256, repeats=10) / torch.get_num_threads()
         times = pd.read_csv(REFERENCE_DIR / "notebook_seconds.csv", index_col="notebook")
         minutes = times.seconds * times.gflops * 1e9 / rate / 60
-        print("\nMinutes of Run All with one thread, recorded on another machine and scaled by the")
-        print("speed of one product here. Other programs that compute make them longer, and so do")
-        print("slow 16 bits. " + ", ".join(f"{name} {m:.1f}" for name, m in minutes.items()))
+        print(
+            "\nWithout a GPU experiments train a small GPT-2. Minutes of Run All with one thread:"
+        )
+        print(", ".join(f"{name} {value:.1f}" for name, value in minutes.items()))
+        print(
+            "(of another machine, scaled by one product; a busy machine and slow 16 bits add more)"
+        )
     require_room()
     if calibrate:
         calibrate_gpu(device) if device.type == "cuda" else calibrate_cpu()

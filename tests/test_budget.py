@@ -17,11 +17,11 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (114_900, 19_300),
-    "tests": (94_800, 14_800),
+    "labutils": (104_400, 17_400),
+    "tests": (89_500, 13_800),
 }
 PAGE_LINES = 4_900  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 8_900  # README, INSTRUCTORS and the package's README
+WORDS = 8_200  # README, INSTRUCTORS and the package's README
 FURTHER = 16  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

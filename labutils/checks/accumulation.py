@@ -1,11 +1,11 @@
 """Exercises of notebook 02, in their order.
 
-Mend a window, break an epoch, predict a peak, design a control, find a bug.
+Mend a window, break an epoch, design a control, find a bug, decide.
 """
 
 from __future__ import annotations
 
-from labutils.checks.core import Right, exercise
+from labutils.checks.core import exercise
 from labutils.checks.epoch_trials import JUDGES, Epoch, judge_epoch
 from labutils.checks.window_trials import AmpWindow, try_window
 
@@ -35,7 +35,7 @@ def amp_window(step: AmpWindow | None) -> str | None:
     hints=(
         "Run the check on the unchanged loop first. Which judge can see a difference between two "
         "micro-batches of one window?",
-        "Bug 4 of section 2 gives the right gradient at equal lengths. Where in the loop would it "
+        "Bug 5 of section 2 gives the right gradient at equal lengths. Where in the loop would it "
         "stand?",
         "Each row has the same weight in the right loop. Give each micro-batch the same weight "
         "instead, also in the short last window.",
@@ -62,48 +62,6 @@ def break_one(judge: str, epoch: Epoch | None) -> str | None:
     if judge not in found:
         return f"{judge} could not be judged. {others}"
     return f"{judge} still passes. What fails is {others}"
-
-
-WIDEST, NARROW, NARROWEST = 1.25, 1.12, 1.05  # high / low of a range for 1, 2 and 3 points
-
-
-@exercise(
-    hints=(
-        "Section 3 shows the categories at the peak. Which of them belong to one micro-batch, and "
-        "which to the window?",
-        "Start from the peak of one micro-batch of 16. What does the second one find in memory "
-        "that the first did not?",
-        "The printed lines from 1 × 2 to 2 × 2 show how many MiB that is. A range of a few per "
-        "cent around your sum is enough.",
-    )
-)
-def peak_range(
-    measured_mib: float, single_mib: float, answer: tuple[float, float] | None
-) -> str | None:
-    """Check a range for the peak of two micro-batches, in MiB.
-
-    `single_mib` is the peak of one of them alone. A narrower range gets more points.
-    """
-    try:
-        low, high = answer
-        is_range = 0 < low < high < 1e9
-    except (TypeError, ValueError):
-        is_range = False
-    if not is_range:
-        return "the answer is a pair of MiB: (low, high), with low below high."
-    if high > WIDEST * low:
-        return f"too wide to say much: high must be at most {WIDEST} × low."
-    if low <= measured_mib <= high:
-        points = 3 if high <= NARROWEST * low else 2 if high <= NARROW * low else 1
-        width = f"The range is {100 * (high / low - 1):.0f} % wide: {points} of 3 points."
-        return Right(width)
-    if low <= single_mib <= high:
-        return (
-            "that is one micro-batch alone. What stays alive between the first and the second one?"
-        )
-    if low > measured_mib:
-        return "too high: the activations of the first micro-batch are freed before the second."
-    return "too low: with two micro-batches no category is smaller than with one of them alone."
 
 
 KEYS = {"n", "m", "rate", "tokens", "seeds"}
@@ -163,7 +121,7 @@ INNOCENT = {
     5: "an ordinary loop over the micro-batches of one window.",
     6: "a sum, divided by the targets of the window: that is right at unequal lengths, too.",
     7: "each micro-batch adds its gradient to .grad: that is right.",
-    8: "the loss of the window is the sum of its parts, and .item() keeps no graph.",
+    8: "the loss of the window is the sum of its parts, and .detach() keeps no graph.",
     10: "clipping stands after the last backward pass of the window, so it limits the whole sum.",
     11: "one optimizer step per window: that is right.",
     12: "clearing after the step is right. In the inner loop it would erase the sum.",
@@ -184,3 +142,26 @@ def find_bug(line: int | None) -> str | None:
     if isinstance(line, bool) or not isinstance(line, int) or line not in {*INNOCENT, LATE_LINE}:
         return f"the answer is a line number from 1 to {max(INNOCENT)}."
     return None if line == LATE_LINE else f"line {line}: {INNOCENT[line]}"
+
+
+REQUESTS = {
+    "A": None,
+    "B": "B's micro-batch is one sequence already: a window needs at least that much. What shrinks "
+    "the activations of one sequence?",
+    "C": "C's weights, gradients and moments alone need more than the card has, at any micro-batch.",
+}
+
+
+@exercise(
+    hints=(
+        "What is the smallest part that accumulation can send through the model?",
+        "Compare the floor of section 3 with the 16 GiB of the card.",
+        "Who has a micro-batch that fits, and wants more sequences in a step?",
+    )
+)
+def accumulation_request(request: str | None) -> str | None:
+    """Check which of notebook 02's three requests accumulation can answer: "A", "B" or "C"."""
+    letter = str(request).strip().upper()
+    if letter not in REQUESTS:
+        return f"the answer is one of {', '.join(REQUESTS)}, as a text."
+    return REQUESTS[letter]

@@ -1,4 +1,4 @@
-"""Exercises of notebook 03: how often a block runs, how many segments, and where they begin."""
+"""Exercises of notebook 03: what is kept, how often a block runs, and where segments begin."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labutils.checks.core import exercise
+from labutils.memory.tensors import saved_for_backward
 
 
 class _CountsRuns(nn.Linear):
@@ -29,6 +30,61 @@ def _counted_runs(n_layer: int, unit: int) -> int:
         x = checkpoint(blocks[start : start + unit], x, use_reentrant=False)
     x.sum().backward()
     return sum(block.runs for block in blocks)
+
+
+class _SwiGLU(nn.Module):
+    """The second half of a block, with hidden layers of `width` times the input's numbers."""
+
+    def __init__(self, n_numbers: int, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(n_numbers)
+        self.gate, self.up = (nn.Linear(n_numbers, width * n_numbers) for _ in range(2))
+        self.down = nn.Linear(width * n_numbers, n_numbers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(n)) * self.up(n))
+
+
+def _kept_by_swiglu(width: int) -> int:
+    """Return what autograd keeps of it, in units of the input, without the small storages."""
+    half_block, x = _SwiGLU(64, width), torch.ones(8, 64, requires_grad=True)
+    with saved_for_backward(half_block, lambda tensor: tensor.untyped_storage().nbytes()) as kept:
+        output = half_block(x)  # alive until the count is done
+    del output
+    return sum(n_bytes for size, n_bytes in kept.items() if size >= x.nbytes) // x.nbytes
+
+
+@exercise(
+    hints=(
+        "Walk through it as through the block of GPT-2. Only one operation is not in the table.",
+        "The derivative of a · b needs b for a, and a for b.",
+        "SiLU keeps its input. Its output is read by somebody, too.",
+    )
+)
+def swiglu_kept(width: int, answer: int | None) -> str | None:
+    """Check how many times its input half a block with SwiGLU keeps; hidden layers are `width` h.
+
+    It computes x + W3 (SiLU(W1 n) * W2 n), where n is the layer norm of x.
+    """
+    right = _kept_by_swiglu(width)
+    misconceptions = {
+        right - width: (
+            "one of four wide tensors is missing. Name them: what SiLU reads, what the "
+            "multiplication reads, what W3 reads."
+        ),
+        right - 2 * width: (
+            "that is the count for GELU. The multiplication keeps both of its factors."
+        ),
+        right + width: "one wide tensor is counted twice, although two operations read it.",
+        right - 1: "the norm keeps its input, and W1 and W2 keep theirs.",
+        right - 2: "the norm keeps its input, and W1 and W2 keep theirs.",
+        right + 1: "the sum keeps nothing, and W1 and W2 read the same tensor.",
+        10: "that is the second half of GPT-2's block.",
+    }
+    if answer == right:
+        return None
+    return misconceptions.get(answer, "go through it operation by operation: what does each read?")
 
 
 @exercise(

@@ -1,4 +1,4 @@
-"""Exercises of notebook 01: what FP16 holds, bytes per parameter, a control, one FP16 step."""
+"""Exercises of notebook 01: one FP16 step, a scaler's log, a control."""
 
 from __future__ import annotations
 
@@ -15,94 +15,14 @@ AmpStep = Callable[
     object,
 ]
 LEARNING_RATE, LOSS_SCALE, MAX_GRAD_NORM = 1.0, 1024.0, 0.05
-
-
-@exercise(
-    hints=(
-        "Two thresholds matter at the small end: where full precision ends, and where everything "
-        "ends.",
-        "min_normal is not the smallest number. Look at min_subnormal, and at what rounding does "
-        "to half of it.",
-        "Round to nearest: what lies below half of the smallest number becomes 0, what lies above "
-        "does not.",
-    )
-)
-def fp16_survivors(values: Sequence[float], answer: Sequence[float] | None) -> str | None:
-    """Check which of `values` are neither 0 nor inf once stored in FP16, and print the verdict."""
-    if not isinstance(answer, (list, tuple, set)) or not set(answer) <= set(values):
-        return "the answer is a list of some of the given values."
-    stored = torch.tensor(values, dtype=torch.float64).to(torch.float16)
-    survives = (stored != 0) & stored.isfinite()
-    right = {value for value, ok in zip(values, survives, strict=True) if ok}
-    missing = right - set(answer)
-    extra = set(answer) - right
-    if missing and min(missing) < torch.finfo(torch.float16).smallest_normal:
-        return (
-            "a small value is given up too early. What ends at 6.1e-05 is full precision, not "
-            "the numbers."
-        )
-    if missing:
-        return "a value that is well inside the range is missing."
-    if extra and max(extra) > 1:
-        return (
-            "a value is beyond the largest FP16 number. BF16 would hold it: same size, other "
-            "split of bits."
-        )
-    if extra:
-        return (
-            "a small value is closer to 0 than to the smallest FP16 number, so rounding takes it "
-            "to 0."
-        )
-    return None
-
-
-@exercise(
-    hints=(
-        "List what a step needs beside activations: weights, gradients, what the optimizer "
-        "remembers. In which dtype?",
-        "Section 4 prints the dtype of each of them under autocast. How many bytes has one number "
-        "of that dtype?",
-        "AdamW remembers two numbers per parameter: a mean and a mean of squares. Momentum is a "
-        "mean only.",
-    )
-)
-def bytes_per_parameter(answer: float | None) -> str | None:
-    """Check the bytes per parameter that SGD with momentum under autocast keeps for any batch.
-
-    Weights, gradients and optimizer state count; the 16-bit copies that live during a step do not.
-    """
-    right = sum(torch.finfo(dtype).bits // 8 for dtype in _static_dtypes())
-    misconceptions = {
-        right + 4: "that is AdamW. How many numbers does momentum remember?",
-        right // 2: (
-            "that is everything halved, as the saying goes. Section 4 shows the dtypes under "
-            "autocast."
-        ),
-        right - 4: (
-            "one float32 number per parameter is missing: weight, gradient, or what momentum "
-            "remembers?"
-        ),
-        right - 2: (
-            "one tensor per parameter is counted in 16 bits. Which one did you expect to shrink?"
-        ),
-        right + 2: "the 16-bit copies exist, but only during a step; count what stays.",
-    }
-    if answer == right:
-        return None
-    return misconceptions.get(
-        answer, "give one number: for each thing that exists per parameter, its bytes, summed."
-    )
-
-
-def _static_dtypes() -> list[torch.dtype]:
-    """Return the dtypes of weight, gradient and momentum after a real step under autocast."""
-    layer = nn.Linear(2, 2, bias=False)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    momentum = optimizer.state[layer.weight]["momentum_buffer"]
-    return [layer.weight.dtype, layer.weight.grad.dtype, momentum.dtype]
+# The runs that the notebook lists.
+CONTROL_RUNS: dict[str, dict[str, str | float]] = {
+    "A": {"products": "FP32", "weights": "FP32", "rate": 3e-5, "seed": 0},
+    "B": {"products": "BF16", "weights": "FP32", "rate": 3e-5, "seed": 0},
+    "C": {"products": "BF16", "weights": "BF16", "rate": 3e-5, "seed": 0},
+    "D": {"products": "BF16", "weights": "BF16", "rate": 2e-3, "seed": 0},
+    "E": {"products": "BF16", "weights": "FP32", "rate": 3e-5, "seed": 1},
+}
 
 
 @exercise(
@@ -112,17 +32,12 @@ def _static_dtypes() -> list[torch.dtype]:
         "The seed counts, too: two seeds begin with other weights.",
     )
 )
-def control_runs(
-    runs: Mapping[str, Mapping[str, str | float]], answer: Sequence[str] | None
-) -> str | None:
-    """Check which two of `runs` show the effect of 16-bit weights alone.
-
-    `runs` is {letter: {what is set: its value}}, "weights" among it; the answer is two letters.
-    """
+def control_runs(answer: Sequence[str] | None) -> str | None:
+    """Check which two of CONTROL_RUNS show the effect of 16-bit weights alone: two letters."""
     is_pair = isinstance(answer, (list, tuple, set)) and len(set(answer)) == 2
-    if not is_pair or not set(answer) <= set(runs):
-        return f"the answer is a pair of the letters {', '.join(runs)}."
-    first, second = (runs[letter] for letter in answer)
+    if not is_pair or not set(answer) <= set(CONTROL_RUNS):
+        return f"the answer is a pair of the letters {', '.join(CONTROL_RUNS)}."
+    first, second = (CONTROL_RUNS[letter] for letter in answer)
     unlike = [cause for cause, value in first.items() if second[cause] != value]
     if unlike == ["weights"]:
         return None
@@ -133,6 +48,48 @@ def control_runs(
         )
     others = ", ".join(cause for cause in unlike if cause != "weights")
     return f"these runs differ in more than the weights ({others}). Which was the cause?"
+
+
+@exercise(
+    hints=(
+        "A scaler that works skips steps now and then. Look at what becomes of the scale in each log.",
+        "Each skip halves the scale, five clean steps in a row double it. Where does it end?",
+        "If the gradients were finite, some small scale would let them pass.",
+    )
+)
+def scaler_log(logs: Mapping[str, str], answer: Sequence[str] | None) -> str | None:
+    """Check which log shows gradients that no scale makes finite, and which growing gradients.
+
+    In a log each `.` is a clean step, each `x` a skipped one. The answer is two letters.
+    """
+    if not isinstance(answer, (list, tuple)) or len(answer) != 2 or not set(answer) <= set(logs):
+        return f"the answer is two of the letters {', '.join(logs)}, in the order of the questions."
+    walks = {letter: _exponents(log) for letter, log in logs.items()}
+    healthy = {letter for letter, walk in walks.items() if walk[-1] >= walk[len(walk) // 2] - 1}
+    hopeless = min(walks, key=lambda letter: walks[letter][-1])
+    growing = (set(logs) - healthy - {hopeless}).pop()
+    if tuple(answer) == (hopeless, growing):
+        return None
+    if tuple(answer) == (growing, hopeless):
+        return "these are the two runs, but in the other order."
+    for letter in answer:
+        if letter in healthy:
+            return (
+                f"run {letter} is healthy: its scale started too high and was found by skipping. "
+                "Later one step is skipped after each doubling."
+            )
+    return "two different runs are asked for."
+
+
+def _exponents(log: str) -> list[int]:
+    """Return log2 of the scale after each step: it starts at 24, and doubles after 5 clean steps."""
+    exponents, exponent, clean = [], 24, 0
+    for step in log:
+        clean = clean + 1 if step == "." else 0
+        exponent += (clean == 5) - (step == "x")
+        clean %= 5
+        exponents.append(exponent)
+    return exponents
 
 
 @exercise(

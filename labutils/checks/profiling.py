@@ -1,8 +1,8 @@
-"""Exercises of notebook 04: nvidia-smi, which line leaks, a leak to repair, the largest batch."""
+"""Exercises of notebook 04: numbers, a history, leaks, a trace, the largest batch, a plan."""
 
 from __future__ import annotations
 
-from labutils.checks.core import exercise
+from labutils.checks.core import Right, exercise
 from labutils.checks.leak_trials import Training, try_training
 
 
@@ -44,28 +44,64 @@ def nvidia_smi(
     return "which of the three numbers does the driver know of?"
 
 
+FIRST_BACKWARD_EVENT, EVENTS_NEAR = 912, 40  # of the recorded history's second step
+FREE_AT_END_MIB, MIB_NEAR = 44.2, 1.0
+
+
+@exercise(
+    hints=(
+        "Which colour begins in the second step where the blue blocks have reached their highest?",
+        "Which colour lies over the whole width from the first step on, and was not there before? "
+        "Leave out the library's workspaces.",
+        "At the end subtract what is allocated from what is reserved.",
+    )
+)
+def history(answer: tuple[int, str, float] | None) -> str | None:
+    """Check what was read from the recorded history: (event, who asked, MiB)."""
+    event, who, free_mib = answer
+    if abs(event - FIRST_BACKWARD_EVENT) > EVENTS_NEAR:
+        if event < 300:
+            return "the event: that is the first step; the question asks for the second."
+        return "the event: look for the first orange block above the blue ones of the second step."
+    name = str(who).lower()
+    if "optim" not in name:
+        problems = {
+            "mov": "who asked: the model was there before the first step.",
+            "cublas": "who asked: the workspaces outlive the step; the question leaves them out.",
+            "forward": "who asked: forward's blocks end when backward has used them.",
+            "backward": "who asked: gradients end with `zero_grad`; look at the end of a step.",
+        }
+        for word, problem in problems.items():
+            if word in name:
+                return problem
+        return "who asked: the answer is a name of the legend."
+    if abs(free_mib - FREE_AT_END_MIB) > MIB_NEAR:
+        return "MiB: at the end, subtract what is allocated from what is reserved."
+    return None
+
+
 @exercise(
     hints=(
         "Whose results grow in number from step to step? Two lines' do.",
-        "`augment` has the highest peak, but what of it is alive at the end?",
-        "Backward frees what a graph keeps. Which function builds a graph through which nothing "
-        "ever goes backward?",
+        "Line 1 has the highest peak, but what of it is alive at the end?",
+        "Backward frees what a graph keeps. Which line builds a graph through which nothing ever "
+        "goes backward?",
     )
 )
-def leak(answer: str | None) -> str | None:
-    """Check which function of notebook 04's little program keeps a graph alive."""
+def leak(answer: int | None) -> str | None:
+    """Check which line of notebook 04's little program must change."""
     problems = {
-        "running_mean": None,
-        "forward": (
-            "its results are alive, true; but training alone would let go of them. Who still "
-            "needs them?"
-        ),
-        "augment": (
-            "it has the highest peak, and nothing of it is alive at the end: a peak is no leak."
-        ),
+        1: "it has the highest peak, and nothing of it is alive at the end: a peak is no leak.",
+        2: "its results are alive, true; but training alone would let go of them. Who still "
+        "needs them?",
+        3: None,
+        4: "this line only gives its result a name; the next step gives the name away.",
+        5: "backward frees its own graph, and the mean is detached here already.",
+        6: None,
     }
-    name = str(answer).strip("() ")
-    return problems.get(name, "the answer is the name of one of the three functions.")
+    if answer not in problems:
+        return "the answer is the number of a line, from 1 to 6."
+    return problems[answer]
 
 
 @exercise(
@@ -116,3 +152,66 @@ def largest_batch(peaks: dict[int, float], budget: float, answer: int | None) ->
     if needed > budget:
         return f"{answer} sequences need {needed:g}: that is over the budget."
     return f"{answer} sequences need {needed:g}: one more fits."
+
+
+@exercise(
+    hints=(
+        "Count `aten::mm` between the beginning and the end of the span `backward`.",
+        "A linear layer needs two products in backward: one for its input, one for its weight.",
+        "16 linear layers in the blocks, and the head. Only the head's forward is an `mm`.",
+    )
+)
+def products_in_backward(answer: int | None) -> str | None:
+    """Check how many products of a step run in backward, read from a trace."""
+    if answer == 34:
+        return None
+    problems = {
+        35: "those are all of the step; one of them is the head's, in forward.",
+        17: "a layer needs two: the gradient by its input, and the one by its weight.",
+        16: "a layer needs two: the gradient by its input, and the one by its weight.",
+        32: "those are the blocks' layers; the head has two as well.",
+        33: "the head has two in backward, and one in forward.",
+    }
+    return problems.get(answer, "filter the events by name, and by their begin `ts`.")
+
+
+@exercise(
+    hints=(
+        "At which instant is the peak? Only a `del` before it can lower it.",
+        "The peak comes when backward has just begun. Which place lies before?",
+    )
+)
+def useful_del(answer: str | None) -> str | None:
+    """Check at which place of the tutorial loop `del outputs` lowers the peak."""
+    problems = {
+        "A": None,
+        "B": "the peak comes in backward: here it has passed.",
+        "C": "the peak comes in backward: here it has passed.",
+        "D": "by the next peak the new outputs have taken the name; the old ones are gone anyway.",
+    }
+    return problems.get(str(answer).strip().upper(), "the answer is A, B, C or D.")
+
+
+@exercise(
+    hints=(
+        "Which bytes per parameter are there when backward begins? When does the last 4 come?",
+        "With a checkpoint per block, 1 number per token and unit of width stays in each layer.",
+        "12 bytes per logit. 1 GiB has 2³⁰ bytes.",
+    )
+)
+def planned_peak(ledger_gib: float, n_parameters: int, answer: float | None) -> str | None:
+    """Check a peak that was computed by hand against the ledger's: graded on the error."""
+    error = abs(answer / ledger_gib - 1)
+    off = f"{100 * (answer / ledger_gib - 1):+.1f} % off the ledger"
+    if error <= 0.05:
+        return Right(f"{off}.")
+    if error <= 0.15:
+        return Right(f"{off}: near, for a plan. Which part is missing?")
+    gradients = 4 * n_parameters / 2**30
+    if abs(answer + gradients - ledger_gib) < 0.05 * ledger_gib:
+        return f"{off}: 4 bytes per parameter are missing."
+    if abs(answer - gradients - ledger_gib) < 0.05 * ledger_gib:
+        return f"{off}: when backward begins, no weight has a gradient yet."
+    if abs(answer * 2**30 / 1e9 / ledger_gib - 1) < 0.05 or answer > 1000:
+        return f"{off}: the answer is in GiB of 2³⁰ bytes."
+    return f"{off}: add weights and moments, what the blocks keep, and the logits."

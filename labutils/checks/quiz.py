@@ -18,157 +18,331 @@ class Question:
     choices: tuple[tuple[str, str], ...]  # (choice, why), in the order of LETTERS
 
 
-PROFILING: tuple[Statement, ...] = (
-    (
-        "A technique that saves activations always lowers the peak.",
-        False,
-        "only if activations are alive at the peak",
+PROFILING: tuple[Question, ...] = (
+    Question(
+        "A technique halves what the blocks keep for backward. The peak stays. Why?",
+        "b",
+        (
+            (
+                "the counter counts reserved bytes",
+                "max_memory_allocated counts tensors, not segments",
+            ),
+            (
+                "the peak lies where few activations are alive",
+                "only what is alive at the peak lowers it",
+            ),
+            ("activations never make the peak", "in section 1 they are 16 of 42 MiB"),
+            ("the cache was not emptied", "the cache is no part of what is allocated"),
+        ),
     ),
-    (
-        "empty_cache() frees tensors that a variable still holds.",
-        False,
-        "it returns cached segments in which no tensor lives",
+    Question(
+        "A process has 3.0 GiB allocated and 3.6 reserved. empty_cache() leaves 3.6. Why?",
+        "d",
+        (
+            ("empty_cache needs a synchronize first", "it waits by itself"),
+            ("a living variable holds the 0.6 GiB", "then they would be allocated"),
+            ("0.6 GiB are the context", "the context is not in reserved"),
+            ("in each segment some tensor lives", "only whole free segments go back"),
+        ),
     ),
-    (
-        "nvidia-smi shows at least what PyTorch has reserved.",
-        True,
-        "reserved segments, and the context",
+    Question(
+        "_dump_snapshot is called after a step, and nothing before. What is in the file?",
+        "a",
+        (
+            ("the present blocks, without a history", "_record_memory_history must come first"),
+            ("the last 100,000 events", "max_entries belongs to _record_memory_history"),
+            ("nothing at all", "segments and their blocks are there"),
+            ("the history of the last step", "nothing was recorded"),
+        ),
     ),
-    (
-        "A snapshot made without _record_memory_history first has no history.",
-        True,
-        "only the present state",
+    Question(
+        "By a profile a rewrite saves 12 ms, by a clock in turns 4 ms. What do you report?",
+        "c",
+        (
+            (
+                "12 ms: the profile sees each operation",
+                "recording slows operations, and not all by one factor",
+            ),
+            ("8 ms, the mean", "a mean of a right and a wrong number"),
+            ("4 ms: the clock ran without the recorder", "the profile tells where to look"),
+            (
+                "the share by the profile, the time by the clock",
+                "the share is as slanted as the time",
+            ),
+        ),
     ),
-    (
-        "Twice the batch needs at least twice the memory.",
-        False,
-        "weights and moments do not grow with it",
+    Question(
+        "Peaks of 2, 4 and 6 sequences: 900, 1300, 1700 MiB. What does the intercept hold?",
+        "b",
+        (
+            ("activations of the first sequence", "they are in the slope"),
+            (
+                "weights, moments and what else no sequence adds to",
+                "it is the peak of a batch of nothing",
+            ),
+            ("fragmentation", "allocated bytes have no holes"),
+            ("the context", "the context is not allocated by PyTorch"),
+        ),
     ),
-    (
-        "More accumulation steps at the same micro-batch lower the peak.",
-        False,
-        "the micro-batch must shrink",
+    Question(
+        "In a notebook a cell died of out of memory. What frees its tensors?",
+        "d",
+        (
+            ("torch.cuda.empty_cache()", "they are alive, so they are no cache"),
+            ("gc.collect()", "frames still refer to them"),
+            ("running the cell again", "then a new error holds new ones"),
+            ("clearing the frames of the traceback", "the frames' variables are what holds them"),
+        ),
     ),
-    (
-        "After a failed cell, tensors of its functions can still be alive.",
-        True,
-        "the traceback keeps their frames",
+    Question(
+        "Float32, AdamW. How many bytes per parameter are alive when backward begins?",
+        "a",
+        (
+            ("12", "weight and two moments; gradients come during backward"),
+            ("4", "those are the weights alone"),
+            ("16", "that is so at its end, with the gradients"),
+            ("8", "two moments, and the weight as well"),
+        ),
     ),
-    (
-        "In a small model with a large vocabulary the logits can outweigh a block.",
-        True,
-        "section 4",
-    ),
-    (
-        "A BF16 weight rounded to nearest follows every small update.",
-        False,
-        "below half a step it does not move",
-    ),
-    (
-        "Freeing gradients in backward still allows clipping by the global norm.",
-        False,
-        "that needs all gradients",
+    Question(
+        "Which change lowers the peak of a step that is full of activations?",
+        "c",
+        (
+            (
+                "more accumulation steps at the same micro-batch",
+                "the same micro-batch keeps the same activations",
+            ),
+            ("a fused AdamW", "it saves temporaries of the optimizer phase"),
+            (
+                "a smaller micro-batch, and more accumulation steps",
+                "fewer tokens are alive at once, and the batch stays",
+            ),
+            (
+                "zero_grad() before the step instead of after it",
+                "gradients are not what the step is full of",
+            ),
+        ),
     ),
 )
 
-MIXED_PRECISION: tuple[Statement, ...] = (
-    (
-        "Autocast halves the bytes of AdamW's moments.",
-        False,
-        "weights, gradients and moments stay float32: section 4",
+MIXED_PRECISION: tuple[Question, ...] = (
+    Question(
+        "AdamW under BF16 autocast: how many bytes per parameter stay, however small the batch is?",
+        "d",
+        (
+            ("6", "that would be 16-bit weights, gradients and one moment"),
+            ("8", "that would be everything in 16 bits; autocast stores weights in float32"),
+            ("12", "weights 4 and gradients 4 leave 4 bytes, and AdamW has two moments"),
+            ("16", "weight 4, gradient 4, moments 8: all float32, sections 2 and 4"),
+        ),
     ),
-    (
-        "A precision that PyTorch supports is faster than FP32.",
-        False,
-        "supported is not fast: time one product, section 1",
+    Question(
+        "Which number does FP16 store as 0?",
+        "c",
+        (
+            ("6e-5", "about the smallest normal number: section 3"),
+            ("1e-7", "a subnormal number: it has lost bits, but it is not 0"),
+            ("2e-8", "below half of the smallest subnormal number, 3e-8: section 3"),
+            ("none: small numbers only lose bits", "below 3e-8 nothing is left"),
+        ),
     ),
-    (
-        "BF16 covers almost the same range as FP32.",
-        True,
-        "it has as many exponent bits; it lacks mantissa bits",
+    Question(
+        "In which format does 1e5 become infinity?",
+        "b",
+        (
+            ("BF16", "BF16 has FP32's exponent, and so its range"),
+            ("FP16", "its largest number is 65504: section 3"),
+            ("TF32", "TF32 has FP32's exponent, and so its range"),
+            ("in both 16-bit formats", "BF16 reaches as far as FP32"),
+        ),
     ),
-    (
-        "BF16 needs a scaler as much as FP16 does.",
-        False,
-        "the scaler makes up for missing range, and BF16 has FP32's",
+    Question(
+        "For which run is a GradScaler made?",
+        "a",
+        (
+            ("autocast in FP16", "it makes up for missing range: sections 5 and 7"),
+            ("autocast in BF16", "BF16 has FP32's range, so nothing is lost below it"),
+            ("all 16-bit runs", "16 bits can be spent on range, as BF16 does"),
+            ("weights stored in BF16", "they lose small updates; no scale brings those back"),
+        ),
     ),
-    (
-        "A product of two BF16 matrices adds its terms in BF16.",
-        False,
-        "a tensor core adds them in float32: section 3",
+    Question(
+        "Where do small gradients first become 0 in FP16 training?",
+        "d",
+        (
+            ("in .grad", ".grad is float32 here: the zeros come from before"),
+            ("in AdamW's moments", "moments are float32"),
+            ("when the loss is computed", "the loss is float32"),
+            (
+                "in the gradients of activations, inside backward",
+                "these are FP16: sections 4 and 7",
+            ),
+        ),
     ),
-    (
-        "In FP16 training small gradients are lost inside backward, before they reach .grad.",
-        True,
-        "the gradient of an FP16 activation is FP16: section 4",
+    Question(
+        "A step was skipped and the scale halved. What do you know?",
+        "a",
+        (
+            ("the scale was too high for this step", "the scaler searches: section 7"),
+            ("the training has diverged", "no weight has changed; the next step goes on"),
+            ("the weights hold inf", "the step was skipped so that they never do"),
+            (
+                "the gradients explode",
+                "the gradients of S times the loss were too large, not theirs",
+            ),
+        ),
     ),
-    (
-        "A skipped step means that the training has diverged.",
-        False,
-        "the scale was too high for this step; no weight has changed: section 7",
+    Question(
+        "Which order is right?",
+        "b",
+        (
+            ("clip, unscale_, step, update", "clipping then sees a norm that is S times as large"),
+            ("unscale_, clip, step, update", "clipping sees the true norm: section 5"),
+            ("step, unscale_, clip, update", "the step comes after clipping"),
+            ("update, unscale_, clip, step", "update chooses the scale of the next step"),
+        ),
     ),
-    (
-        "Clipping before unscale_ compares the limit with a norm that is S times too large.",
-        True,
-        "the gradients are those of S × loss: section 5",
+    Question(
+        "Products are 60 % of a step and take no time any more; the rest stays. The speed-up is",
+        "b",
+        (
+            ("1.7", "1 / 0.6 is what is left if only products took time to begin with"),
+            ("2.5", "1 / (1 - 0.6): Amdahl's law, section 6"),
+            ("6", "a share is no speed-up"),
+            ("unlimited", "the other 40 % still take their time"),
+        ),
     ),
-    (
-        "If products took no time at all, a step would take none either.",
-        False,
-        "the rest of the step stays: Amdahl's law, section 6",
+    Question(
+        "Why does adding 0.01 in BF16 stop at 4?",
+        "c",
+        (
+            ("BF16 overflows there", "BF16 reaches to about 3e38"),
+            ("0.01 is not exact in BF16", "true, but a sum of inexact numbers could still grow"),
+            (
+                "0.01 is less than half of the spacing at 4",
+                "each addition is rounded away, as small updates of weights are: sections 3 and 8",
+            ),
+            ("BF16 products add in BF16", "no product takes part in this sum"),
+        ),
+    ),
+    Question(
+        "What showed that 16-bit weights, not 16-bit products, made pure BF16 learn less?",
+        "a",
+        (
+            (
+                "a run with rounded weights and all else unchanged",
+                "a control differs in one thing only: section 8",
+            ),
+            ("a run with five seeds", "seeds tell noise from effect, not cause from cause"),
+            ("a run in FP16", "it changes the products as well"),
+            ("a run with a higher rate", "it changes the size of all updates"),
+        ),
     ),
 )
 
-ACCUMULATION: tuple[Statement, ...] = (
-    (
-        "A window's gradient is right only if its number of targets is known before the step.",
-        True,
-        "each summed loss is divided by that number, or the sum of gradients is, later",
+ACCUMULATION: tuple[Question, ...] = (
+    Question(
+        "Four micro-batches have 122, 13, 60 and 7 target tokens. By what is each summed loss "
+        "divided?",
+        "c",
+        (
+            ("by 4", "then the gradient grows with the number of tokens"),
+            ("by its own number of tokens", "then the means are added: nothing divides them"),
+            ("by 202", "so each token of the window weighs the same"),
+            ("by 4 times its own number", "that is the mean of means: a token of 7 weighs most"),
+        ),
     ),
-    (
-        "A test with packed sequences finds the mean of means.",
-        False,
-        "at equal lengths it gives the right gradient",
+    Question(
+        "n is 4. At equal lengths a gradient is 4.00 times as long as the right one, with cosine "
+        "1.000. Which bug fits?",
+        "a",
+        (
+            ("nothing divides the four means", "a sum of four means has the right direction"),
+            ("clipping per micro-batch", "it makes no gradient longer, and turns it"),
+            ("the step comes too early", "one micro-batch of four has another direction"),
+            ("the mean of means", "at equal lengths it is exactly right"),
+        ),
     ),
-    (
-        "An error that float64 does not shrink is not rounding.",
-        True,
-        "rounding shrinks with eps; dropout and batch norm do not",
+    Question(
+        "Which test finds the mean of means?",
+        "d",
+        (
+            ("packed sequences, in float64", "all micro-batches then have equally many targets"),
+            ("the loss falls", "it falls with the wrong weights, too"),
+            ("clipping to a small norm", "clipping changes a length, and here tokens are weighed"),
+            ("micro-batches of unequal lengths", "only then the weights of tokens differ"),
+        ),
     ),
-    (
-        "Accumulation lets 10⁹ float32 parameters train with AdamW in 8 GiB.",
-        False,
-        "weights, gradients and moments alone are more, at any micro-batch size",
+    Question(
+        "Two gradients differ by 2e-7 in float32, and by 5e-16 in float64. What differs?",
+        "b",
+        (
+            ("a divisor", "a wrong divisor gives the same error in every format"),
+            ("the order of roundings", "rounding shrinks with eps, and so did the difference"),
+            ("a dropout mask", "float64 does not shrink what another mask does"),
+            ("batch norm's statistics", "these change the function, in every format"),
+        ),
     ),
-    (
-        "Against the same micro-batch, a second micro-batch can raise the peak.",
-        True,
-        "the first one's gradients are alive during its backward pass",
+    Question(
+        "With FP16 and a scaler: what runs for each micro-batch?",
+        "a",
+        (
+            ("scale and backward", "all gradients of a window carry the same scale"),
+            ("unscale_ and clipping", "before the last backward, .grad holds a part of the sum"),
+            ("step and update", "one window is one optimizer step"),
+            ("zero_grad", "it would erase what has been accumulated"),
+        ),
     ),
-    (
-        "A difference of two timings counts if it is larger than 5 %.",
-        False,
-        "it counts if it is larger than what two identical variants differ by",
+    Question(
+        "A window of 1 × 4 runs out of memory. Which one needs less?",
+        "c",
+        (
+            ("4 × 4", "it holds the same micro-batch, and gradients besides"),
+            ("1 × 4 after empty_cache()", "that frees no tensor"),
+            ("4 × 1", "the activations of one sequence instead of four"),
+            ("2 × 4", "activations do not shrink, and gradients stay between the two"),
+        ),
     ),
-    (
-        "Loss against optimizer steps is a fair comparison of two batch sizes.",
-        False,
-        "a larger batch has then seen more text: compare at equal tokens",
+    Question(
+        "The peak of 1 × 2 is 24 MiB, and that of 2 × 2 is 28 MiB. What is that of 16 × 2?",
+        "b",
+        (
+            ("24 MiB", "the gradients of the first micro-batch stay alive"),
+            ("28 MiB", "the third micro-batch finds in memory what the second found"),
+            ("84 MiB", "gradients are added in place, not stored one by one"),
+            ("384 MiB", "activations are freed after each backward pass"),
+        ),
     ),
-    (
-        "If 4 × 8 learns worse than 1 × 8 at one rate, accumulation has harmed the learning.",
-        False,
-        "the batch has changed as well: the control is 1 × 32",
+    Question(
+        "125 micro-batches, and `if (i + 1) % 16 == 0: step()`. What becomes of the last 13?",
+        "d",
+        (
+            ("they make a short window", "nobody steps on them"),
+            ("they are skipped without a trace", "their gradients are in .grad already"),
+            ("they are divided by 13", "the divisor is 16, and there is no step"),
+            ("they join the next epoch's first window", ".grad is not cleared before it"),
+        ),
     ),
-    (
-        "unscale_ and clipping run once per window, after its last backward pass.",
-        True,
-        "before it, .grad holds a part of the sum",
+    Question(
+        "After equally many tokens 4 × 8 has a higher loss than 1 × 8 at the same rate. What "
+        "follows?",
+        "a",
+        (
+            ("batch 32 learned less at this rate", "batch and number of steps have changed"),
+            ("accumulation harms learning", "the control of accumulation is 1 × 32"),
+            ("4 × 8 has a wrong gradient", "a right gradient of a larger batch does this, too"),
+            ("large batches learn worse", "one rate says nothing of the best rate"),
+        ),
     ),
-    (
-        "A schedule that counts micro-batches changes no gradient, so it is harmless.",
-        False,
-        "the rate then ends its schedule n times too early",
+    Question(
+        "A schedule counts micro-batches, and n is 4. What is wrong?",
+        "c",
+        (
+            ("nothing: gradients are right", "the rate also decides a step's size"),
+            ("the gradients", "no gradient depends on the rate"),
+            ("the rate ends its schedule too early", "after a quarter of the optimizer steps"),
+            ("the logged loss", "it is the sum over the window all the same"),
+        ),
     ),
 )
 

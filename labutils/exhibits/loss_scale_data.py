@@ -25,7 +25,7 @@ PARTS = (1.0, 2 - FP16.eps, 2 - FP16.eps / 2)
 def gradients() -> torch.Tensor:
     """Return the gradients of the small GPT-2 after 12 steps, float32, on the CPU: a vector.
 
-    The run is that of notebook 01, section 3.
+    Like those of notebook 01, section 7, but of weights, and in float32.
     """
     with torch.random.fork_rng(devices=[]):
         model = build_model(MODEL)

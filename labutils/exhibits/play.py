@@ -156,8 +156,8 @@ def range(number_format: str = "FP16") -> Exhibit:  # so this file has no built-
 def loss_scale(gradients: torch.Tensor | None = None, power: int = 0) -> Exhibit:
     """Return an exhibit: what FP16 makes of gradients times 2^`power`, and a scaler that walks.
 
-    `gradients` are any finite numbers, by default those of notebook 01, section 3 (a run of seconds
-    on the CPU, the first time). The scaler walks through another recorded run.
+    `gradients` are any finite numbers, by default those of the small GPT-2 after 12 steps (a run of
+    seconds on the CPU, the first time). The scaler walks through another recorded run.
     """
     values = loss_scale_data.gradients() if gradients is None else gradients.detach().float()
     numbers = ("eps", "max", "min_normal", "min_subnormal")

@@ -110,36 +110,6 @@ def _kind_and_dtype(
     return OTHERS, dtype
 
 
-def saved_names(output: torch.Tensor) -> dict[int, str]:
-    """Return who will read what autograd keeps for the backward pass of `output`.
-
-    Maps the address of each storage to "function: attributes"; a storage that several functions
-    read names them all. Only tensors count that a function keeps under a `_saved_` attribute. Call
-    it before `backward()`. Raises ValueError if `output` has no graph.
-    """
-    if output.grad_fn is None:
-        raise ValueError("the output has no graph: was it computed without gradients?")
-    readers: dict[int, dict[str, list[str]]] = {}
-    waiting, seen = [output.grad_fn], set()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        waiting += [parent for parent, _ in function.next_functions]
-        short = function.name().removesuffix("0").removesuffix("Backward")
-        for attribute in dir(function):
-            value = getattr(function, attribute) if attribute.startswith("_saved_") else None
-            if isinstance(value, torch.Tensor):
-                by_function = readers.setdefault(value.untyped_storage().data_ptr(), {})
-                by_function.setdefault(short, []).append(attribute.removeprefix("_saved_"))
-    names = {}
-    for address, by_function in readers.items():
-        parts = [f"{short}: {', '.join(found)}" for short, found in by_function.items()]
-        names[address] = "; ".join(parts)
-    return names
-
-
 def on_loss_begin(model: nn.Module, call: Callable[[], None]) -> RemovableHandle:
     """Call back where the forward phase ends: behind the last block of a Hugging Face model (its
     head makes logits), behind a whole module that has no `base_model`.

@@ -5,18 +5,18 @@ Each function takes an axis, or makes one, and returns it. None shows or saves.
 
 from __future__ import annotations
 
-from labutils.plotting.checkpointing import kept_in_block, mark_guess, pareto
+from labutils.plotting.blocks import block_history, blocks
+from labutils.plotting.checkpointing import kept_in_block, pareto
 from labutils.plotting.diagrams import training_step
 from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
-from labutils.plotting.ladder import guess_line, ladder
-from labutils.plotting.memory import snapshot, stacked_memory, timeline
+from labutils.plotting.ladder import guess_line
+from labutils.plotting.memory import stacked_memory, timeline
 from labutils.plotting.numbers import (
     bands,
     bars_beside,
     curves,
     heat_map,
     reconcile,
-    steps,
     strips,
 )
 from labutils.plotting.predicted_time import predicted_times
@@ -61,17 +61,17 @@ __all__ = [
     "bands",
     "bars_beside",
     "bit_layout",
+    "block_history",
+    "blocks",
     "curves",
     "four_panels",
     "gradient_histogram",
     "guess_line",
     "heat_map",
     "kept_in_block",
-    "ladder",
     "loss_scale",
     "losses",
     "losses_by_seed",
-    "mark_guess",
     "pareto",
     "peaks",
     "predicted_times",
@@ -79,10 +79,8 @@ __all__ = [
     "reconcile",
     "relative_spacing",
     "roofline",
-    "snapshot",
     "stacked_memory",
     "step_times",
-    "steps",
     "strips",
     "throughput",
     "timeline",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from labutils.plotting.style import BLACK, COLORS, MARKERS, ORANGE, PURPLE, SKY, new_axis
+from labutils.plotting.style import BLACK, COLORS, MARKERS, ORANGE, SKY, new_axis
 
 HALVES = (  # the operations of a block, each after the tensor that it reads
     ("norm 1", "linear", "attention", "linear"),
@@ -87,10 +87,3 @@ def pareto(
     ax.set_ylim(0, 1.1 * max(time for _, time in points.values()))
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
-
-
-def mark_guess(x: float, guess: float | None, ax: Axes) -> None:
-    """Mark a reader's guess as a point of its own; without a guess nothing is drawn."""
-    if guess is not None:
-        ax.plot(x, guess, "P", color=PURPLE, mec=BLACK, ms=10, label="your guess")
-        ax.legend(frameon=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -117,19 +116,6 @@ def bands(
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     ax.legend(frameon=False)
-    return ax
-
-
-def steps(
-    lines: Mapping[str, Sequence[float]], events: Sequence[str], ylabel: str, ax: Axes | None = None
-) -> Axes:
-    """Draw {label: [value after each event]} as steps; every label has as many values as events."""
-    ax = new_axis(ax, 9, 2.8)
-    for i, (label, values) in enumerate(lines.items()):
-        ax.plot(values, **line_look(i), drawstyle="steps-post", label=label)
-    ax.set_xticks(range(len(events)), [textwrap.fill(event, 14) for event in events])
-    ax.set(ylabel=ylabel, ylim=(0, None))
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 

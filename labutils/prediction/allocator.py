@@ -49,6 +49,7 @@ class CachingAllocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.n_retries = 0  # how often all cached segments went back before a request could be met
         self._next_address = 0
+        self._used: set[Block] = set()
 
     def allocate(self, n_bytes: int) -> Block:
         """Return a block of at least `n_bytes`.
@@ -61,6 +62,7 @@ class CachingAllocator:
         if self._should_split(block, size):
             self._split(block, size)
         block.used = True
+        self._used.add(block)
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
@@ -72,6 +74,7 @@ class CachingAllocator:
         """
         self.allocated -= block.size
         block.used = False
+        self._used.remove(block)
         for neighbour in (block.previous, block.next):
             if neighbour and not neighbour.used and neighbour.mapped:
                 block.pool.remove(neighbour)
@@ -87,6 +90,16 @@ class CachingAllocator:
                     self._unmap(block)
                 elif not block.previous and not block.next:
                     self._release(block)
+
+    def segments(self) -> list[list[tuple[int, bool]]]:
+        """Return the mapped blocks of each segment by address: (bytes, whether it is in use)."""
+        free = [block for pool in (self.small, self.large) for *_, block in pool.free]
+        segments: list[list[tuple[int, bool]]] = []
+        for block in sorted([*self._used, *free], key=lambda block: block.address):
+            if block.previous is None or not block.previous.mapped:
+                segments.append([])
+            segments[-1].append((block.size, block.used))
+        return segments
 
     def _find(self, pool: Pool, size: int) -> Block | None:
         """Return the smallest free block that is large enough, taken from its pool.

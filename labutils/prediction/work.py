@@ -10,7 +10,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-aten = torch.ops.aten
 # Kinds of operations, by what bounds their time.
 PRODUCT, BATCHED = "product", "batched product"
 FLASH, EFFICIENT = "flash attention", "efficient attention"

@@ -123,7 +123,7 @@ def _verdict(record: RunRecord, is_baseline: bool, speedup: float | None, spread
     if 1 / (1 + spread) <= speedup <= 1 + spread:
         return "time: no measurable difference"
     return (
-        f"{speedup:.2f} times as fast" if speedup > 1 else f"takes {1 / speedup:.2g} times as long"
+        f"{speedup:.2f} times as fast" if speedup > 1 else f"takes {1 / speedup:.3g} times as long"
     )
 
 

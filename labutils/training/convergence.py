@@ -44,8 +44,11 @@ AT_ONCE = {"name": IDENTICAL[1], "micro_batch_size": 32}  # changes of `config_o
 def config_of(arm: str, seed: int, tokens: int, **changes: Any) -> Config:
     """Return the config of one run: GPT-2 nano on any device, micro-batches of 8 sequences of 32.
 
-    `changes` override it. Raises ValueError if `tokens` is no whole number of optimizer steps.
+    `changes` override it. The arm may also be the second of IDENTICAL. Raises ValueError if
+    `tokens` is no whole number of optimizer steps.
     """
+    if arm == IDENTICAL[1]:
+        return config_of(IDENTICAL[0], seed, tokens, **(AT_ONCE | changes))
     n_sequences, rate = ARMS[arm]
     tokens_per_step = n_sequences * SEQ_LEN
     if tokens <= 0 or tokens % tokens_per_step:
@@ -74,12 +77,12 @@ def held_out_batches(corpus: Corpus) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in held_out.split(32)]
 
 
-def run(config: Config, device: torch.device) -> RunRecord:
-    """Train a config of `config_of`, and return its record, which is not saved.
+def run(arm: str, seed: int, tokens: int, device: torch.device, **changes: Any) -> RunRecord:
+    """Train the config of an arm (see `config_of`), and return its record, which is not saved.
 
     Its held-out losses are on all held-out text.
     """
-    config = config.on(device.type)
+    config = config_of(arm, seed, tokens, **changes).on(device.type)
     data = build_data(config)
     work = build_workload(config, device, data)
     record = train(
@@ -125,6 +128,14 @@ class LongRecord:
             raise ValueError(f"the record has no {arm!r} after {tokens} tokens: {self.points()}")
         return rows.sort_values("seed").held_out_loss.tolist()
 
+    def above(self, arm: str, base: str = SMALL) -> dict[int, list[float]]:
+        """Return {tokens: by how much the arm's losses exceed those of `base`, seed by seed}."""
+        found = {}
+        for tokens in self.points():
+            pairs = zip(self.at(base, tokens), self.at(arm, tokens), strict=True)
+            found[tokens] = [other - loss for loss, other in pairs]
+        return found
+
     def against(self, arm: str, tokens: int, base: str = SMALL) -> PairedDifference:
         """Return by how much the arm's losses exceed those of `base`, seed by seed.
 
@@ -136,8 +147,12 @@ class LongRecord:
         return paired_difference(*pair, identical, worth_telling=WORTH_TELLING)
 
 
-def read_record(path: Path = RECORD) -> LongRecord:
-    """Return the recorded long runs: facts in lines of `# key: value`, then a table."""
+def read_record(source: str | Path = RECORD) -> LongRecord:
+    """Return the recorded long runs: facts in lines of `# key: value`, then a table.
+
+    `source` is a path, or the name of a record that ships: "convergence" or "convergence_rates".
+    """
+    path = source if isinstance(source, Path) else REFERENCE_DIR / f"{source}.csv"
     facts = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):

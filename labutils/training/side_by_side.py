@@ -13,7 +13,6 @@ from labutils.config.reader import load_config
 from labutils.config.schema import ConfigError
 from labutils.machine import here
 from labutils.prediction.memory import predict_memory
-from labutils.prediction.time import predict_time
 from labutils.training import ladder
 from labutils.training.ladder import Row
 
@@ -72,11 +71,8 @@ def _of_16_bits(change: Mapping[str, Any], device: torch.device | str) -> dict[s
     return {**change, "precision": fast.name}
 
 
-def predict(rows: Mapping[str, Row], device: torch.device | str) -> dict[str, float]:
-    """Fill in each row's ledger; return {name: predicted ms of a step}."""
-    step_ms = {}
-    for name, row in rows.items():
+def predict(rows: Mapping[str, Row], device: torch.device | str) -> None:
+    """Fill in each row's ledger."""
+    for row in rows.values():
         if row.is_here:
             row.ledger = predict_memory(row.config, device)
-            step_ms[name] = predict_time(row.config, device).step_ms
-    return step_ms

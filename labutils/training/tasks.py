@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from labutils.techniques.loss import LossFn
 from labutils.techniques.precision import autocast
 from labutils.training.loop import to_device, train
 
@@ -129,8 +128,6 @@ def accuracy_of(
     *,
     device: torch.device,
     steps: int = 100,
-    learning_rate: float = 5e-3,
-    loss_fn: LossFn = loss_sum,
 ) -> float:
     """Train a new model with `labutils.train`; return its accuracy in per cent.
 
@@ -141,8 +138,8 @@ def accuracy_of(
     train(
         model,
         task.batches(seed),
-        loss_fn,
-        torch.optim.AdamW(model.parameters(), lr=learning_rate),
+        loss_sum,
+        torch.optim.AdamW(model.parameters(), lr=5e-3),
         steps=steps,
         count_targets=count,
         precision=precision,

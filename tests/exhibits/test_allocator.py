@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -103,16 +104,21 @@ def test_random_events_leave_what_the_rules_leave(browser, show, expandable):
 
 def test_the_story_is_that_of_notebook_04():
     cells = json.loads((REPO / "04-Memory_Profiling.ipynb").read_text(encoding="utf-8"))["cells"]
-    (source,) = ["".join(c["source"]) for c in cells if "".join(c["source"]).startswith("STORY")]
-    names: dict = {}
+    (source,) = [
+        "".join(c["source"]) for c in cells if "".join(c["source"]).startswith("def story")
+    ]
+    names: dict = {"MIB": 1}
     exec(source, names)
-    alive, n_made, right = [], 0, []
-    for words, gone, sizes in names["STORY"]:
-        went = alive[gone]
-        del alive[gone]
-        alive += range(n_made, n_made + len(sizes))
-        n_made += len(sizes)
-        right.append((words, went, sizes))
+    sizes, gone, n_made, right = [], [], itertools.count(), []
+
+    def allocate(size):
+        sizes.append(size)
+        return next(n_made)
+
+    for words in names["story"](allocate, gone.append, lambda: None):
+        right.append((words, list(gone), list(sizes)))
+        sizes.clear()
+        gone.clear()
     assert story() == right
 
 

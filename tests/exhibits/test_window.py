@@ -94,8 +94,8 @@ def test_weights_and_error_are_those_of_torchs_gradients(exhibit, browser, show)
 def test_lengths_and_sizes_are_those_of_notebook_02():
     cells = json.loads((REPO / "02-Gradient_Accumulation.ipynb").read_text(encoding="utf-8"))
     source = "\n".join("".join(cell["source"]) for cell in cells["cells"])
-    assert f"CASES = ({', '.join(map(str, LENGTHS))})" in source
-    assert 'shape = {"seq_len": 64, "micro_batch_size": m' in source
+    assert f"for lengths in ({LENGTHS[-1]}, {LENGTHS[0]}):" in source
+    assert "def step_config(n, m, seq_len=64" in source
 
 
 def test_keys_and_buttons_move_through_the_film(exhibit, show):

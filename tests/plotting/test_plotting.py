@@ -15,7 +15,6 @@ from labutils.memory.ledger import MemoryLedger
 from labutils.prediction.roofline import Roof
 from labutils.prediction.time import TimeLedger
 from labutils.training.records import Series
-from tests.training.test_ladder import rows_of
 from tests.training.test_records import record
 
 PARTS = {
@@ -222,13 +221,6 @@ def test_the_drawing_of_a_step_names_its_parts():
     assert {"forward", "loss", "backward", "optimizer step", "clear"} <= texts
 
 
-def test_steps_have_a_tick_for_each_event():
-    ax = plotting.steps({"reserved": [1, 2], "allocated": [1, 1]}, ["first", "second"], "MiB")
-    assert words(ax.get_xticklabels()) == ["first", "second"]
-    assert [list(line.get_ydata()) for line in ax.lines] == [[1, 2], [1, 1]]
-    plt.close("all")
-
-
 def test_a_guess_that_was_not_made_is_not_drawn():
     _, ax = plt.subplots()
     plotting.guess_line(ax, None)
@@ -236,15 +228,6 @@ def test_a_guess_that_was_not_made_is_not_drawn():
     plotting.guess_line(ax, 3.0)
     assert ax.lines[0].get_xdata()[0] == 3.0
     plt.close("all")
-
-
-def test_a_ladder_shows_rows_that_are_not_here():
-    rows = rows_of([8.0, 4.0])
-    rows["row 1"].measured_mib = None
-    left, right = plotting.ladder(rows, rows_of([80.0, 40.0]))
-    assert " not measured here" in words(left.texts)
-    assert words(right.texts) == ["80", "40"]
-    assert words(left.get_yticklabels()) == ["row 0", "row 1"]
 
 
 def test_the_front_joins_the_points_that_it_names():
@@ -259,15 +242,6 @@ def test_equal_values_of_a_row_stand_on_lines_of_their_own():
     ax = plotting.reconcile({"peak": {"ledger": 2.0, "measured": 2.0}}, "gain")
     heights = {float(line.get_ydata()[0]) for line in ax.get_lines()[:2]}
     assert len(heights) == 2
-    plt.close("all")
-
-
-def test_a_guess_is_marked_only_if_there_is_one():
-    ax = plotting.curves({"measured": {1: 2.0}}, "batch", "ms")
-    plotting.mark_guess(1, None, ax)
-    assert len(ax.get_lines()) == 1
-    plotting.mark_guess(1, 3.0, ax)
-    assert words(ax.get_legend().get_texts()) == ["measured", "your guess"]
     plt.close("all")
 
 

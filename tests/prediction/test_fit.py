@@ -144,15 +144,6 @@ def test_largest_micro_batch_fits_and_one_more_does_not():
     assert largest_micro_batch(config, 80, limit=8) == 8
 
 
-XL_ON_ONE_SEQUENCE = {
-    "model": "gpt2-nano",
-    "seq_len": 128,
-    "micro_batch_size": 4,
-    "tokens_per_step": 512,
-    "dropout": 0.0,
-}
-
-
 def test_what_changes_the_learning_comes_last_and_a_step_in_backward_only_where_nothing_is_clipped_or_accumulated():
     """Candidates in the order in which they are tried; the ledger is not asked."""
 

@@ -9,22 +9,14 @@ import torch.nn.functional as F
 from tests.solutions.answers import Solution, broken
 
 NOTEBOOK = "01-Mixed_Precision.ipynb"
-SECRETS = r"2\.98|4e-08|\"B\", \"C\""  # what neither hints nor the notebook may say
+SECRETS = r"\"B\", \"C\"|\"C\", \"B\""  # what neither hints nor the notebook may say
 
-VALUES = [7e-9, 2e-8, 4e-8, 5e-6, 6.1e-5, 1.0, 6e4, 7e4]
-# Half the smallest subnormal number, 2.98e-8, is where rounding to 0 begins.
-SURVIVORS = [4e-8, 5e-6, 6.1e-5, 1.0, 6e4]
-
-# Only B and C differ in the weights alone.
-CONTROL_RUNS = {
-    "A": {"products": "FP32", "weights": "FP32", "rate": 3e-5, "seed": 0},
-    "B": {"products": "BF16", "weights": "FP32", "rate": 3e-5, "seed": 0},
-    "C": {"products": "BF16", "weights": "BF16", "rate": 3e-5, "seed": 0},
-    "D": {"products": "BF16", "weights": "BF16", "rate": 2e-3, "seed": 0},
-    "E": {"products": "BF16", "weights": "FP32", "rate": 3e-5, "seed": 1},
+LOGS = {
+    "A": "xxxxxxx.....x.....x.....x.....x.....",
+    "B": "xxxxxxx.....x.xx..x.xx.x.xx.x..x.x..",
+    "C": ".....x.....xxxxxxxxxxxxxxxxxxxxxxxxx",
+    "D": "xxxxx.....x.....x.....x.....x.....x.",
 }
-
-BYTES_PER_PARAMETER = 12  # float32 weight, gradient and momentum
 
 
 def amp_step(model, x, y, optimizer, scaler, max_grad_norm):
@@ -53,36 +45,21 @@ def changed(*changes):
 
 SOLUTIONS = [
     Solution(
-        "fp16_survivors",
-        given=(VALUES,),
-        right=[SURVIVORS],
+        "scaler_log",
+        given=(LOGS,),
+        right=[("C", "B"), ["C", "B"]],
         wrong=[
-            ([6.1e-5, 1.0, 6e4], "full precision, not the numbers"),
-            ([5e-6, 6.1e-5, 1.0, 6e4], "full precision"),
-            ([*SURVIVORS, 2e-8], "rounding takes it to 0"),
-            ([*SURVIVORS, 7e4], "beyond the largest"),
-            ([4e-8, 5e-6, 6.1e-5, 1.0], "well inside the range"),
-            ([3.0], "some of the given values"),
-            (5, "some of the given values"),
-            ([], "full precision"),
-        ],
-    ),
-    Solution(
-        "bytes_per_parameter",
-        right=[BYTES_PER_PARAMETER],
-        wrong=[
-            (16, "that is AdamW"),
-            (6, "everything halved"),
-            (8, "is missing"),
-            (10, "in 16 bits"),
-            (14, "only during a step"),
-            ("x", "one number"),
-            ([4, 4, 4], "it raised TypeError"),
+            (("B", "C"), "in the other order"),
+            (("C", "A"), "run A is healthy"),
+            (("D", "B"), "run D is healthy"),
+            (("C", "C"), "two different runs"),
+            (("C", "X"), "two of the letters"),
+            ("C", "two of the letters"),
+            (5, "two of the letters"),
         ],
     ),
     Solution(
         "control_runs",
-        given=(CONTROL_RUNS,),
         right=[("B", "C"), ["C", "B"], {"B", "C"}],
         wrong=[
             (("A", "C"), "more than the weights (products)"),

@@ -154,23 +154,6 @@ SOLUTIONS = [
     Solution("amp_window", right=[amp_window], wrong=WRONG_WINDOWS),
     Solution("break_one", given=("unequal lengths",), right=ONLY_UNEQUAL, wrong=WRONG_BREAKS),
     Solution(
-        "peak_range",
-        given=(99.2, 94.7),  # two micro-batches of 16, and one of them
-        right=[(97, 101), (95, 104), (90, 110), [99.0, 99.4]],
-        wrong=[
-            ((50, 150), "too wide"),
-            ((93, 96), "one micro-batch alone"),
-            ((170, 190), "freed before the second"),
-            ((27, 30), "no category is smaller"),
-            ((101, 97), "a pair"),
-            (99, "a pair"),
-            ("99", "a pair"),
-            ((99, "x"), "a pair"),
-            ((float("nan"), 99), "a pair"),
-            ((-1, 99), "a pair"),
-        ],
-    ),
-    Solution(
         "accumulation_control",
         right=[runs(n=1, m=32), (runs(n=1, m=32)[1], RUN)],
         wrong=[
@@ -197,6 +180,16 @@ SOLUTIONS = [
             (0, "a line number from 1 to 13"),
             (True, "a line number"),
             ("9", "a line number"),
+        ],
+    ),
+    Solution(
+        "accumulation_request",
+        right=["A", "a"],
+        wrong=[
+            ("B", "one sequence already"),
+            ("C", "at any micro-batch"),
+            ("AB", "one of A, B, C"),
+            (1, "one of A, B, C"),
         ],
     ),
 ]

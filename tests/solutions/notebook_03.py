@@ -14,6 +14,7 @@ from tests.solutions.answers import Solution, broken
 NOTEBOOK = "03-Gradient_Checkpointing.ipynb"
 SECRETS = r"\[0, 4, 5\]|\b24 (times|runs)|\b30 segments"  # not in hints, nor in the notebook
 
+SWIGLU_KEPT = 14  # norm's input and output, and four tensors of width 3h
 BLOCK_RUNS = 24  # twelve in the forward pass, and every one again
 SEGMENTS = 20  # √(4 · 100), five layers each
 KEPT_MIB = [2, 2, 2, 2, 40, 2, 2, 2, 2, 2, 2, 2]
@@ -146,6 +147,22 @@ SOLUTIONS = [
         given=(partial(policy_cost, block, block_x), BUDGET),
         right=[budget_policy, keeping(PROJ, UP, attention=True)],
         wrong=WRONG_POLICIES,
+    ),
+    Solution(
+        "swiglu_kept",
+        given=(3,),
+        right=[SWIGLU_KEPT],
+        wrong=[
+            (11, "what the multiplication reads"),
+            (8, "the count for GELU"),
+            (17, "counted twice"),
+            (13, "the norm keeps its input"),
+            (12, "the norm keeps its input"),
+            (15, "the sum keeps nothing"),
+            (10, "second half of GPT-2"),
+            (16, "operation by operation"),
+            ("x", "operation by operation"),
+        ],
     ),
     Solution(
         "block_runs",

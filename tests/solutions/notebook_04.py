@@ -8,12 +8,33 @@ import gc  # noqa: F401  a wrong answer calls it
 import torch
 import torch.nn.functional as F
 
+import labutils as lab
 from tests.solutions.answers import Solution, broken
 
 NOTEBOOK = "04-Memory_Profiling.ipynb"
 SECRETS = r"\b4198|\b17 sequences"  # what neither hints nor the notebook may say
 
 SMI_MIB = (3.6 + 0.5) * 1024  # reserved segments and the context
+N_LARGE = 774_030_080
+PLANNED_GIB = (
+    lab.predict_memory(
+        lab.load_config(
+            "fp32",
+            model="gpt2-large",
+            seq_len=1024,
+            micro_batch_size=8,
+            tokens_per_step=8192,
+            dropout=0.0,
+            activation="gelu_tanh",
+            gradient_checkpointing="block",
+        ),
+        "t4",
+    ).peak_bytes
+    / 2**30
+)
+GRADIENTS_GIB = 4 * N_LARGE / 2**30
+# weights and moments, the inputs of 36 blocks, one block computed again, three numbers per logit
+PLANNED_BY_HAND = (12 * N_LARGE + 4 * 8192 * (1280 * (36 + 16) + 3 * 50_257)) / 2**30
 LARGEST_BATCH = 17  # 500 without any sequence, and 200 for each
 
 
@@ -103,9 +124,29 @@ SOLUTIONS = [
         ],
     ),
     Solution(
+        "history",
+        right=[(912, "optimizer", 44.2), (900, "the optimizer", 44)],
+        wrong=[
+            ((167, "optimizer", 44.2), "first step"),
+            ((1495, "optimizer", 44.2), "orange block"),
+            ((912, "moving the model", 44.2), "before the first step"),
+            ((912, "cuBLAS's workspaces", 44.2), "leaves them out"),
+            ((912, "forward", 44.2), "backward has used"),
+            ((912, "backward", 44.2), "zero_grad"),
+            ((912, "nobody", 44.2), "name of the legend"),
+            ((912, "optimizer", 74), "subtract"),
+        ],
+    ),
+    Solution(
         "leak",
-        right=["running_mean", "running_mean()"],
-        wrong=[("augment", "no leak"), ("forward", "Who"), ("mean", "name of")],
+        right=[3, 6],
+        wrong=[
+            (1, "no leak"),
+            (2, "Who"),
+            (4, "a name"),
+            (5, "its own graph"),
+            (7, "number of a line"),
+        ],
     ),
     Solution("repair", right=[repair], wrong=WRONG_REPAIRS),
     Solution(
@@ -119,6 +160,34 @@ SOLUTIONS = [
             (17.98, "whole"),
             (18, "over"),
             (16, "one more"),
+        ],
+    ),
+    Solution(
+        "products_in_backward",
+        right=[34],
+        wrong=[
+            (35, "in forward"),
+            (17, "needs two"),
+            (16, "needs two"),
+            (32, "the head has two"),
+            (33, "the head has two"),
+            (5, "filter"),
+        ],
+    ),
+    Solution(
+        "useful_del",
+        right=["A", "a"],
+        wrong=[("B", "has passed"), ("C", "has passed"), ("D", "gone anyway"), ("E", "A, B, C")],
+    ),
+    Solution(
+        "planned_peak",
+        given=(PLANNED_GIB, N_LARGE),
+        right=[PLANNED_BY_HAND, PLANNED_GIB, 0.9 * PLANNED_GIB],
+        wrong=[
+            (PLANNED_BY_HAND - GRADIENTS_GIB, "4 bytes per parameter are missing"),
+            (PLANNED_BY_HAND + GRADIENTS_GIB, "no weight has a gradient yet"),
+            (1e4, "in GiB"),
+            (2.0, "add weights"),
         ],
     ),
 ]

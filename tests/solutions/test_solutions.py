@@ -15,6 +15,7 @@ import labutils as lab
 from labutils import checks
 from labutils.checks.accumulation import INNOCENT, LATE_LINE
 from labutils.checks.epoch_trials import judge_epoch
+from labutils.checks.mixed_precision import CONTROL_RUNS
 from labutils.checks.quiz import LETTERS, QUIZZES, Question
 from labutils.grade import answers_of
 from tests.helpers import committed
@@ -114,7 +115,7 @@ def defined(source: str, name: str):
 @pytest.mark.parametrize(
     ("notebook", "name", "exercise"),
     [
-        (notebook_01.NOTEBOOK, "broken_step", "amp_step"),
+        (notebook_01.NOTEBOOK, "plain_step", "amp_step"),
         (notebook_02.NOTEBOOK, "broken_window", "amp_window"),
         (notebook_03.NOTEBOOK, "broken_forward", "mended_forward"),
         (notebook_04.NOTEBOOK, "leaking_training", "repair"),
@@ -156,12 +157,6 @@ def test_a_shorter_window_that_is_not_cleared_is_noticed_in_the_next_epoch():
     assert "step 1 of epoch 2" in problem and "cleared" in problem
 
 
-def test_a_narrower_range_gets_more_points(capsys):
-    for high, points in ((100, 3), (105, 2), (115, 1)):
-        checks.peak_range(99.2, 50.0, (99, high))
-        assert f"{points} of 3 points" in capsys.readouterr().out
-
-
 def test_the_bug_stands_in_the_line_that_the_check_knows():
     """The line is numbered in the notebook; one level less to the right, it counts windows."""
     for cell in cells_of(notebook_02.NOTEBOOK):
@@ -175,12 +170,26 @@ def test_the_bug_stands_in_the_line_that_the_check_knows():
     for name, text in (("given", source), ("mended", source.replace(line, line[4:]))):
         asked = seen[name] = []
         names = {"lab": lab, "torch": torch, "islice": itertools.islice}
+        names |= {"total_loss": lab.lm_loss_sum, "count_trained": lab.count_targets}
         exec(text, names)
         model = lab.build_model("gpt2-nano", dropout=0.0)
         stream = itertools.islice(lab.batches(lab.sequences(16), 1, seed=0), 5)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         names["suspect"](model, stream, optimizer, lambda n, asked=asked: asked.append(n) or 0.0, 2)
     assert seen == {"given": [0, 2, 4], "mended": [0, 1, 2]}
+
+
+def test_the_notebook_lists_the_runs_that_the_control_is_chosen_from():
+    text = " ".join(cell.source for cell in cells_of(notebook_01.NOTEBOOK))
+    for letter, run in CONTROL_RUNS.items():
+        listed = ", ".join(f"{cause} {value}" for cause, value in run.items())
+        assert f"- {letter}: {listed.replace('3e-05', '3e-5').replace('0.002', '2e-3')}" in text
+
+
+def test_the_logs_of_the_notebook_are_those_of_the_solutions():
+    [cell] = [c for c in cells_of(notebook_01.NOTEBOOK) if "checks.scaler_log" in c.source]
+    logs = ast.literal_eval(cell.source.partition("logs = ")[2].partition("diagnosis")[0])
+    assert logs == notebook_01.LOGS
 
 
 STATEMENTS = [name for name, items in QUIZZES.items() if not isinstance(items[0], Question)]
@@ -231,10 +240,10 @@ def test_one_letter_everywhere_earns_little(quiz):
 
 
 def test_a_true_statement_is_judged_as_true(capsys):
-    checks.self_test([False] + 9 * [None], "profiling")
+    checks.self_test([False] + 9 * [None], "mixed_precision")
     first = capsys.readouterr().out.strip().splitlines()[0]
-    # Saving activations does not always lower the peak.
-    assert first.startswith("1. right") and "saves activations always lowers" in first
+    # Autocast leaves the moments in float32.
+    assert first.startswith("1. right") and "halves the bytes of AdamW" in first
 
 
 def test_an_unknown_quiz_is_refused():

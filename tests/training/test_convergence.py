@@ -24,6 +24,9 @@ def test_arms_differ_in_batch_and_rate_and_see_the_same_tokens():
         kappa = configs[arm].tokens_per_step / configs["batch_8"].tokens_per_step
         assert configs[arm].learning_rate == pytest.approx(base * kappa**0.5)
     assert configs["batch_32_same_rate"].learning_rate == base
+    at_once = lab.convergence.config_of(lab.convergence.IDENTICAL[1], 3, 4096)
+    assert at_once.grad_accum_steps == 1 and configs["batch_32"].grad_accum_steps == 4
+    assert at_once.tokens_per_step == configs["batch_32"].tokens_per_step
     for config in configs.values():
         assert config.on("cpu") == config.on("cuda")  # the record is of this model on any device
 
@@ -34,21 +37,20 @@ def test_tokens_that_are_no_whole_steps_are_refused():
 
 
 def test_held_out_losses_are_on_all_held_out_text(runs):
-    config = lab.convergence.config_of("batch_8", 0, 2048, lr_warmup_steps=0)
+    config = lab.convergence.config_of("batch_8", 0, 2048)
     corpus = lab.build(config, CPU).data.corpus
     batches = lab.convergence.held_out_batches(corpus)
     assert sum(len(batch["labels"]) for batch in batches) == len(corpus.split(32)[1]) > 300
-    first = {"model": "gpt2-nano", "learning_rate": 1e-9, "steps": 1, "tokens_per_step": 256}
-    untrained = lab.convergence.run(config.model_copy(update=first), CPU)
+    rate = {"learning_rate": 1e-9, "lr_warmup_steps": 0}
+    untrained = lab.convergence.run("batch_8", 0, 256, CPU, **rate)
     model = lab.build_model("gpt2-nano", dropout=0.0)
     expected = lab.evaluate(model, batches, lab.lm_loss_sum)
     assert untrained.held_out[-1][1] == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_short_run_is_the_beginning_of_a_longer_one(runs):
-    long = lab.convergence.config_of("batch_32", 1, 4096, eval_every=3)
-    short = lab.convergence.config_of("batch_32", 1, 3072)
-    found = [lab.convergence.run(one, CPU) for one in (long, short)]
+    long = lab.convergence.run("batch_32", 1, 4096, CPU, eval_every=3)
+    found = [long, lab.convergence.run("batch_32", 1, 3072, CPU)]
     assert found[0].series.loss[:3] == pytest.approx(found[1].series.loss)
     assert found[0].held_out[0] == pytest.approx(found[1].held_out[-1])
 
@@ -60,7 +62,7 @@ def test_the_command_writes_what_can_be_read_again(runs, tmp_path):
     assert made.points() == [1024, 2048]
     expected = {"device", "torch", "python", "commit", "corpus", "threads", "rule", "held-out text"}
     assert expected <= made.facts.keys()
-    for arm in (*lab.convergence.ARMS, lab.convergence.AT_ONCE["name"]):
+    for arm in (*lab.convergence.ARMS, lab.convergence.IDENTICAL[1]):
         assert len(made.at(arm, 2048)) == 2
     with pytest.raises(ValueError, match="no 'batch_8' after 7 tokens"):
         made.at("batch_8", 7)
@@ -77,7 +79,7 @@ def test_rates_are_compared_on_equal_terms(runs, tmp_path):
 
 
 def test_the_shipped_rates_say_why_the_small_batch_has_its_rate():
-    shipped = lab.convergence.read_record(lab.convergence.RATES_RECORD)
+    shipped = lab.convergence.read_record("convergence_rates")
     for (sequences, _), rows in shipped.losses.groupby(["sequences", "tokens"]):
         assert sorted(rows.learning_rate) == list(lab.convergence.RATES)
         assert sequences in (8, 32)

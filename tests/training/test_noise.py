@@ -128,7 +128,7 @@ def rule_of_notebook_01() -> dict:
 def test_the_rule_on_the_page_is_the_package_s():
     rule, draw, verdicts = rule_of_notebook_01(), random.Random(1), set()
     for _ in range(600):
-        n_pairs, shift = draw.choice((5, 9, 12, 24)), draw.choice((-3.0, -1.0, 0.0, 1.0, 3.0))
+        n_pairs, shift = draw.choice((5, 9, 12)), draw.choice((-3.0, -1.0, 0.0, 1.0, 3.0))
         differences = [draw.gauss(shift, 1) for _ in range(n_pairs)]
         equal_pairs = [draw.gauss(0, draw.choice((0.1, 1.0))) for _ in range(n_pairs)]
         worth_telling = draw.choice((0.0, 0.5, 2.0))

@@ -1,0 +1,42 @@
+"""`make configs`: write the comments of configs/*.yaml, and schema.json, from the keys' rows.
+
+Values stay as they are, and so does what stands under `when_cpu`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from labutils.config.choices import PRECISIONS
+from labutils.config.schema import Config, schema_text
+from labutils.config.yaml_source import Loader
+from labutils.files import CONFIGS_DIR, write_atomically
+
+LINE = re.compile(r"(\w+):(.*?)(?: +#.*)?")
+
+
+def commented(text: str, baseline: str) -> str:
+    """Return a config's text with its comments; [*] marks what differs from the baseline."""
+    values, usual = yaml.load(text, Loader), yaml.load(baseline, Loader)
+    if values["name"] in PRECISIONS:  # these files say what differs between precisions
+        usual |= dict.fromkeys(("name", "note", "precision"))
+    lines = []
+    for line in text.splitlines():
+        match = LINE.fullmatch(line)
+        if match and match[1] in Config.model_fields:
+            key, value = match[1], match[2].strip()
+            is_usual = key == "when_cpu" or values[key] == usual.get(key)
+            words = "" if is_usual else "[*] "
+            words += Config.model_fields[key].description if key not in ("name", "note") else ""
+            line = f"{key}: {value}".rstrip().ljust(24) + f" # {words.strip()}"
+        lines.append(line.removesuffix(" # ").rstrip())
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    usual = (CONFIGS_DIR / "fp32_config.yaml").read_text(encoding="utf-8")
+    for path in sorted(CONFIGS_DIR.glob("*_config.yaml")):
+        write_atomically(path, commented(path.read_text(encoding="utf-8"), usual).encode())
+    write_atomically(CONFIGS_DIR / "schema.json", schema_text().encode())
