@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
 from labutils.machine import here
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
-from labutils.prediction.memory import BatchSizes
 from labutils.prediction.replay import STEPS
 from labutils.techniques import precision
 from labutils.training.loop import train
@@ -105,13 +103,11 @@ class Trials:
         return enough * 2 * MIB
 
 
-def figures_of(config: Config, largest_gib: float) -> dict[str, int] | str:
+def figures_of(config: Config) -> dict[str, int] | str:
     """Return a config's figures in bytes, or why there are none."""
     support = here.support(config.precision, CUDA)
     if not support.ok:
         return support.reason
-    if not BatchSizes(config, here.card(CUDA)).at(config.micro_batch_size).fits(largest_gib):
-        return f"predicted to need more than {largest_gib:g} GiB"
     trials = Trials(config)
     plain, expandable = trials.run(), trials.run(expandable=True)
     if not plain or not expandable:
@@ -134,7 +130,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("new", type=Path)
     parser.add_argument("--of", type=Path, default=REFERENCE_DIR / "allocator.csv")
     parser.add_argument("--label", default="torch's CUDA allocator", help="the first column")
-    parser.add_argument("--largest-gib", type=float, default=math.inf, help="by prediction")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA GPU is here", file=sys.stderr)
@@ -145,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (name, overrides) in done:
             continue
         config = load_config(name, **json.loads(overrides)).on("cuda")
-        figures = figures_of(config, options.largest_gib)
+        figures = figures_of(config)
         print(name, overrides, figures, flush=True)
         if isinstance(figures, str):  # why it did not run
             continue

@@ -2,14 +2,13 @@
 
 An arm is a function `arm(config, stream, device)`. It trains on the micro-batches of `stream`, one
 optimizer step each, at most `config.steps`; the stream keeps the time. It returns the loss of each
-step, a mean over targets, and how it was compiled. To add one, write the function here and a row in
-ARMS.
+step, a mean over targets, and how it was compiled. To add one, write the function here and name
+it in ARMS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -146,18 +145,4 @@ def ours(config: Config, stream: Iterator[Batch], device: torch.device) -> Resul
     return record.series.loss, getattr(loss_fn, "report", "")
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A function above, and the title of its row in tables."""
-
-    train: Callable[[Config, Iterator[Batch], torch.device], Result]
-    title: str
-
-
-ARMS = {
-    "tutorial": Arm(tutorial, "tutorial loop, as written"),
-    "corrected": Arm(corrected, "tutorial loop, corrected"),
-    "plain": Arm(plain, "plain GPT, bare loop"),
-    "plain_compiled": Arm(plain_compiled, "plain GPT, bare loop, compiled"),
-    "ours": Arm(ours, "optimized config"),
-}
+ARMS = {arm.__name__: arm for arm in (tutorial, corrected, plain, plain_compiled, ours)}

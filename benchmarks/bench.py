@@ -71,7 +71,7 @@ def run_arm(arm: str, config: Config, plan: dict[str, int], parent: Connection) 
         facts: dict[str, Any] = {"environment": here.environment(device)}
         with precision.tf32(PRECISIONS[config.precision].tf32):  # for all arms alike
             stream = timed_stream(config, device, plan, parent, facts)
-            facts["losses"], facts["compiled"] = ARMS[arm].train(config, stream, device)
+            facts["losses"], facts["compiled"] = ARMS[arm](config, stream, device)
         if device.type == "cuda":
             facts["reserved_bytes"] = torch.cuda.max_memory_reserved()
         parent.send({"facts": facts})
@@ -179,14 +179,14 @@ def rows_of(config: Config, chosen: Sequence[str] = ()) -> list[Row]:
         message = f"no such arm: {', '.join(sorted(unknown))}; there are: {', '.join(ARMS)}"
         raise ValueError(message)
     rows = []
-    for name, arm in ARMS.items():
+    for name in ARMS:
         if name == "ours" or (chosen and name not in chosen):
             continue
-        rows.append(Row(arm.title, name, config))
+        rows.append(Row(name, name, config))
     if config.compile != "off" and not chosen:
         eager = config.model_copy(update={"compile": "off"})
-        rows.append(Row(f"{ARMS['ours'].title}, eager", "ours", eager))
-    return [*rows, Row(f"{ARMS['ours'].title}, compile {config.compile}", "ours", config)]
+        rows.append(Row("ours, eager", "ours", eager))
+    return [*rows, Row(f"ours, compile {config.compile}", "ours", config)]
 
 
 def benchmark_config(device: torch.device, overrides: dict[str, Any]) -> Config:

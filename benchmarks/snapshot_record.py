@@ -24,7 +24,6 @@ from labutils.techniques.loss import lm_loss_sum
 from labutils.workload.gpt2 import build_model, vocab_size
 
 MODEL, SEQUENCES, SEQ_LEN, STEPS = "gpt2-nano", 4, 128, 3
-PICKLE_PROTOCOL = 4  # torch's own page reads it
 # What a frame of C++ tells a reader: the operation, the node of autograd, its thread, a workspace.
 TOLD = re.compile(
     r"at::_ops::\w+::call|torch::autograd::(?:generated::)?\w+::(?:apply|thread_main)\b"
@@ -122,7 +121,7 @@ def main(folder: str, note: str = "") -> None:
     """Write the history into a folder, under the name of the device."""
     device = "".join(c if c.isalnum() else "_" for c in torch.cuda.get_device_name())
     path = Path(folder) / f"snapshot-{MODEL}-{device}.pickle"
-    write_atomically(path, pickle.dumps(record_snapshot(note), protocol=PICKLE_PROTOCOL))
+    write_atomically(path, pickle.dumps(record_snapshot(note), protocol=4))
     print(f"wrote {path}")
 
 

@@ -26,8 +26,6 @@ from .memory.device_memory import memory_limit as memory_limit
 from .memory.ledger import gib as gib
 from .memory.ledger import mib as mib
 from .memory.measure import measure_step as measure_step
-from .memory.snapshot_page import snapshot_kinds as snapshot_kinds
-from .memory.snapshot_page import snapshot_page as snapshot_page
 from .memory.tensors import flat_gradient as flat_gradient
 from .memory.tensors import kept_by_kind as kept_by_kind
 from .memory.tensors import saved_for_backward as saved_for_backward

@@ -1,7 +1,7 @@
 """One row for each value that a config can name: its facts, and the words that explain it.
 
 All other code asks the row. A name that has no row raises ValueError here, and nowhere else. The
-comments in `configs/*.yaml` and `configs/schema.json` are written from the rows (`make configs`).
+comments in `configs/*.yaml`, and `configs/schema.json`, say what the rows say: a test compares.
 """
 
 from __future__ import annotations

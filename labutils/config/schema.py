@@ -51,7 +51,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    # The description of a key is its comment in the YAML files; `make configs` writes it there.
+    # The description of a key is its comment in the YAML files: a test compares them.
     # That of a key with choices is written from their rows.
     name: Annotated[
         str, Field(pattern=NAME_PATTERN, description="letters, digits and . + - _ =, at most 60")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.files import REFERENCE_DIR
 from labutils.memory import snapshot
 from labutils.memory.cpu_recorder import allocation_profile, peak_above_start
 from tests.helpers import CPU
@@ -214,3 +215,18 @@ def test_frames_of_c_and_of_another_machines_torch_are_no_lines_of_ones_own(tmp_
     trace = [{"action": "alloc", "addr": 1, "size": 512, "frames": frames}]
     (tmp_path / "s.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
     assert list(snapshot.load(tmp_path / "s.pickle").at_end()) == ["own, line 7"]
+
+
+def test_the_history_that_ships_is_slim_and_has_the_bytes_that_the_allocator_counted():
+    """Requests rounded up to 512 bytes, and nothing else, are the allocator's own peak."""
+    shipped = REFERENCE_DIR / "snapshot-gpt2-nano-without-a-card.pickle"
+    assert shipped.stat().st_size <= 80_000
+    facts = pickle.loads(shipped.read_bytes())["facts"]
+    snapshot = lab.snapshot.load(shipped)
+    alive = peak = 0
+    for _, n_bytes, _ in snapshot.events:
+        rounded = -(-abs(n_bytes) // 512) * 512
+        alive += rounded if n_bytes > 0 else -rounded
+        peak = max(peak, alive)
+    assert peak == facts["peak, allocated bytes"]
+    assert any(line.startswith("_train, line") for line in snapshot.at_peak())
