@@ -3,8 +3,6 @@
 Values stay as they are, and so does what stands under `when_cpu`.
 """
 
-from __future__ import annotations
-
 import re
 
 import yaml
@@ -14,8 +12,6 @@ from labutils.config.schema import Config, schema_text
 from labutils.config.yaml_source import Loader
 from labutils.files import CONFIGS_DIR, write_atomically
 
-LINE = re.compile(r"(\w+):(.*?)(?: +#.*)?")
-
 
 def commented(text: str, baseline: str) -> str:
     """Return a config's text with its comments; [*] marks what differs from the baseline."""
@@ -24,15 +20,15 @@ def commented(text: str, baseline: str) -> str:
         usual |= dict.fromkeys(("name", "note", "precision"))
     lines = []
     for line in text.splitlines():
-        match = LINE.fullmatch(line)
+        match = re.fullmatch(r"(\w+):(.*?)(?: +#.*)?", line)
         if match and match[1] in Config.model_fields:
             key, value = match[1], match[2].strip()
             is_usual = key == "when_cpu" or values[key] == usual.get(key)
-            words = "" if is_usual else "[*] "
-            words += Config.model_fields[key].description if key not in ("name", "note") else ""
-            line = f"{key}: {value}".rstrip().ljust(24) + f" # {words.strip()}"
-        lines.append(line.removesuffix(" # ").rstrip())
-    return "\n".join(lines) + "\n"
+            about = "" if key in ("name", "note") else Config.model_fields[key].description
+            comment = about if is_usual else f"[*] {about}".strip()
+            line = f"{key}: {value}".rstrip().ljust(24) + f" # {comment}"
+        lines.append(line.removesuffix(" # ").rstrip() + "\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":
