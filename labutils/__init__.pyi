@@ -27,7 +27,6 @@ from .memory.ledger import gib as gib
 from .memory.ledger import mib as mib
 from .memory.measure import measure_step as measure_step
 from .memory.tensors import flat_gradient as flat_gradient
-from .memory.tensors import kept_by_kind as kept_by_kind
 from .memory.tensors import saved_for_backward as saved_for_backward
 from .memory.transfer import copy_gb_per_s as copy_gb_per_s
 from .prediction import allocator as allocator
@@ -93,7 +92,6 @@ from .training.engines import frameworks as frameworks
 from .training.experiment import run_experiment as run_experiment
 from .training.experiments import run_experiments as run_experiments
 from .training.gradients import compare_gradients as compare_gradients
-from .training.gradients import full_gradient as full_gradient
 from .training.gradients import window_gradient as window_gradient
 from .training.loop import evaluate as evaluate
 from .training.loop import to_device as to_device
@@ -106,7 +104,6 @@ from .training.waiting import waits as waits
 from .workload.build import build as build
 from .workload.data import batches as batches
 from .workload.data import load_corpus as load_corpus
-from .workload.data import padded_batches as padded_batches
 from .workload.data import padded_window as padded_window
 from .workload.data import sequences as sequences
 from .workload.gpt2 import build_model as build_model

@@ -100,40 +100,6 @@ def nano_and_batch(micro_batch_size, seq_len=32):
     return lab.build_model("gpt2-nano"), batch
 
 
-def test_what_autocast_keeps_of_weights_is_two_bytes_for_each_of_a_product():
-    """The output weights are kept transposed, (width, vocabulary): they are no logits."""
-    model, batch = nano_and_batch(5)
-    kept = lab.kept_by_kind(model, batch, "bf16")
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "wpe" not in name]
-    n_multiplied = sum(p.numel() for p in matrices)  # the tied embedding is the output weight
-    assert kept["16-bit copies of weights", "bfloat16"] == 2 * n_multiplied
-    assert ("logits", "bfloat16") not in kept
-    n_logits = batch["input_ids"].numel() * model.config.vocab_size
-    assert kept["logits", "float32"] == 4 * n_logits
-
-
-def test_in_float32_no_copy_of_a_weight_is_kept():
-    model, batch = nano_and_batch(5)
-    kinds = {kind for kind, _ in lab.kept_by_kind(model, batch, "fp32")}
-    assert "16-bit copies of weights" not in kinds
-    assert "attention matrices (length × length)" in kinds  # a CPU, with dropout
-
-
-def test_kinds_together_are_all_that_is_kept():
-    model, batch = nano_and_batch(5)
-    model.eval()  # without dropout, whose masks are drawn
-    with lab.saved_for_backward(model) as kept:
-        loss = lab.lm_loss_sum(model, batch)
-    assert sum(lab.kept_by_kind(model, batch, "fp32").values()) == kept.total()
-    assert loss.requires_grad
-
-
-def test_a_batch_that_looks_like_a_weight_is_refused():
-    model, batch = nano_and_batch(4)  # 128 tokens, and a width of 128
-    with pytest.raises(ValueError, match="128 tokens"):
-        lab.kept_by_kind(model, batch, "fp32")
-
-
 def test_product_speeds_leave_out_what_the_device_lacks(monkeypatch):
     monkeypatch.setattr(lab.speed.here, "matmul_rate", lambda dtype, *_, **__: dtype.itemsize / 8)
     found = lab.speed.product_speeds(("fp32", "tf32", "bf16"), CPU)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-
-from labutils.techniques.loss import lm_loss_sum
-from labutils.techniques.precision import autocast
 
 TOKENS, ATTENTION_MATRICES = "token ids, masks", "attention matrices (length × length)"
 COPIES, LOGITS, OTHERS = "16-bit copies of weights", "logits", "all other activations"
@@ -71,43 +67,6 @@ def saved_for_backward(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield kept
-
-
-def kept_by_kind(
-    model: nn.Module, batch: dict[str, torch.Tensor], precision: str
-) -> dict[tuple[str, str], int]:
-    """Return {(kind, dtype): bytes} that autograd keeps of a forward pass and loss of GPT-2.
-
-    `batch["input_ids"]` is `(B, T)`, on the model's device. Weights themselves do not count, their
-    16-bit copies do. A kind is recognised by shape, so B·T must not be a side of a weight matrix.
-    Raises ValueError if it is.
-    """
-    n_tokens, seq_len = batch["input_ids"].numel(), batch["input_ids"].shape[1]
-    shapes = {tuple(sorted(p.shape)) for p in model.parameters()}
-    if any(n_tokens in shape for shape in shapes):
-        raise ValueError(f"{n_tokens} tokens: as many as a weight has rows; take another batch")
-    label = partial(_kind_and_dtype, weight_shapes=shapes, seq_len=seq_len, model=model)
-    with saved_for_backward(model, label) as kept, autocast(precision, batch["input_ids"].device):
-        # alive until the count is done: its graph holds the tensors
-        loss = lm_loss_sum(model, batch)
-    del loss
-    return dict(kept)
-
-
-def _kind_and_dtype(
-    tensor: torch.Tensor, weight_shapes: set[tuple[int, ...]], seq_len: int, model: nn.Module
-) -> tuple[str, str]:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if not tensor.is_floating_point():
-        return TOKENS, dtype
-    # before the logits: a transposed copy of the output weights ends in the vocabulary, too
-    if tensor.dim() == 2 and tuple(sorted(tensor.shape)) in weight_shapes:
-        return COPIES, dtype
-    if tensor.dim() >= 3 and tensor.shape[-2:] == (seq_len, seq_len):
-        return ATTENTION_MATRICES, dtype
-    if tensor.dim() and tensor.shape[-1] == model.config.vocab_size:
-        return LOGITS, dtype
-    return OTHERS, dtype
 
 
 def on_loss_begin(model: nn.Module, call: Callable[[], None]) -> RemovableHandle:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.checkpointing import kept_in_block, pareto
-from labutils.plotting.diagrams import training_step
-from labutils.plotting.formats import bit_layout, gradient_histogram, ranges, relative_spacing
+from labutils.plotting.formats import bit_layout, gradient_histogram, relative_spacing
 from labutils.plotting.ladder import guess_line
 from labutils.plotting.memory import stacked_memory, timeline
 from labutils.plotting.numbers import (
@@ -22,15 +21,7 @@ from labutils.plotting.numbers import (
 )
 from labutils.plotting.predicted_time import predicted_times
 from labutils.plotting.roofline import roofline
-from labutils.plotting.runs import (
-    four_panels,
-    loss_scale,
-    losses,
-    losses_by_seed,
-    peaks,
-    step_times,
-    throughput,
-)
+from labutils.plotting.runs import four_panels
 from labutils.plotting.style import (
     BLACK,
     BLUE,
@@ -70,21 +61,13 @@ __all__ = [
     "guess_line",
     "heat_map",
     "kept_in_block",
-    "loss_scale",
-    "losses",
-    "losses_by_seed",
     "pareto",
-    "peaks",
     "predicted_times",
-    "ranges",
     "reconcile",
     "relative_spacing",
     "roofline",
     "stacked_memory",
-    "step_times",
     "steps",
     "strips",
-    "throughput",
     "timeline",
-    "training_step",
 ]

@@ -46,30 +46,6 @@ def bit_layout(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None)
     return ax
 
 
-def ranges(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None) -> Axes:
-    """Draw the positive numbers of each format on a log axis; subnormal ones are hatched."""
-    ax = new_axis(ax, 8, 0.5 * len(formats) + 1.1)
-    for row, form in enumerate(formats):
-        low, normal, high = np.log2([form.min_subnormal, form.min_normal, form.max])
-        labels = (None, None) if row else ("normal", "subnormal (fewer bits)")
-        ax.barh(row, high - normal, left=normal, color=BLUE, height=0.6, label=labels[0])
-        ax.barh(
-            row,
-            normal - low,
-            left=low,
-            color=SKY,
-            hatch="//",
-            edgecolor="white",
-            height=0.6,
-            label=labels[1],
-        )
-    _name_rows(ax, formats)
-    ax.axvline(0, color=BLACK, lw=0.8, ls=":")
-    ax.set_xlabel("positive numbers, powers of two (0 is the number 1)")
-    ax.legend(loc="lower right", frameon=False)
-    return ax
-
-
 def _name_rows(ax: Axes, formats: Sequence[FloatFormat]) -> None:
     ax.set_yticks(range(len(formats)), [form.name for form in formats])
     ax.invert_yaxis()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from labutils.plotting.memory import stacked_memory
-from labutils.plotting.style import BLUE, COLORS, VERMILION, line_look, new_axis, place_of
+from labutils.plotting.style import COLORS, line_look, new_axis, place_of
 from labutils.training.compare import group_by_experiment
 from labutils.training.records import RunRecord
 
@@ -76,39 +75,6 @@ def losses(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
     return ax
 
 
-def losses_by_seed(
-    losses: Mapping[str, Sequence[Sequence[float]]],
-    baseline: str,
-    axes: Sequence[Axes] | None = None,
-) -> np.ndarray:
-    """Draw losses over several seeds: {run: (n_seeds, n_steps), nats per token}.
-
-    At the left the mean over the seeds and a band of one standard deviation. At the right the loss
-    minus the baseline's with the same seed: the mean, and a band from the smallest to the largest.
-    Returns the two axes.
-    """
-    if axes is None:
-        _, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-    left, right = (new_axis(ax) for ax in axes)
-    reference = np.asarray(losses[baseline])
-    steps = np.arange(1, reference.shape[1] + 1)
-    for position, (name, runs) in enumerate(losses.items()):
-        look = line_look(place_of(name, position)) | {"ms": 4, "markevery": max(1, len(steps) // 6)}
-        found = np.asarray(runs)
-        mean, spread = found.mean(axis=0), found.std(axis=0, ddof=1)
-        left.plot(steps, mean, **look, label=name)
-        left.fill_between(steps, mean - spread, mean + spread, color=look["color"], alpha=0.15)
-        apart = found - reference
-        right.plot(steps, apart.mean(axis=0), **look, label=name)
-        right.fill_between(steps, apart.min(0), apart.max(0), color=look["color"], alpha=0.25)
-    left.set(xlabel="step", ylabel="training loss, nats per token")
-    right.set(xlabel="step", ylabel=f"loss minus {baseline}, same seed")
-    for ax in (left, right):
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.legend(frameon=False)
-    return np.array([left, right])
-
-
 def four_panels(records: Sequence[RunRecord]) -> np.ndarray:
     """Draw step time, tokens/s, peak by category and loss; return the 2×2 axes."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
@@ -121,19 +87,3 @@ def four_panels(records: Sequence[RunRecord]) -> np.ndarray:
         devices |= {run.environment["device"] for run in runs}
     figure.suptitle("Measured on " + "; ".join(sorted(devices)), fontsize="medium")
     return axes
-
-
-def loss_scale(record: RunRecord, ax: Axes | None = None) -> Axes:
-    """Draw the loss scale of each step; a cross marks a skipped step."""
-    ax = new_axis(ax)
-    scale = np.array(record.series.loss_scale)
-    skipped = np.array(record.series.skipped)
-    steps = np.arange(1, len(scale) + 1)
-    ax.step(steps, scale, where="mid", color=BLUE, label="loss scale used")
-    look = {"color": VERMILION, "ms": 9, "ls": ""}
-    ax.plot(steps[skipped], scale[skipped], "X", **look, label="overflow: step skipped")
-    ax.set_yscale("log", base=2)
-    ax.set_xlabel("optimizer step")
-    ax.set_ylabel("loss scale")
-    ax.legend(frameon=False)
-    return ax

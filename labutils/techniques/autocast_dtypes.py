@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 SIXTEEN, WIDE, OWN = "16 bit", "float32", "on no list: as its input"
 # CUDA's rule for each operation: PyTorch's documentation of AMP, and autocast_mode.h of its source.
@@ -57,49 +55,3 @@ def operation_dtypes(device: torch.device) -> dict[str, torch.dtype]:
     }
     with torch.autocast(device.type, dtype=torch.bfloat16):
         return {name: run().dtype for name, run in operations.items()}
-
-
-def step_dtypes(
-    model: nn.Module,
-    batch: dict[str, torch.Tensor],
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-) -> dict[str, torch.dtype]:
-    """Return {tensor: dtype} of one AdamW step of a Hugging Face GPT-2 under BF16 autocast.
-
-    `batch` lies on the model's device, `input_ids` is `(B, T)`. The step changes the weights.
-    """
-    block = model.transformer.h[0]
-    weight = block.mlp.c_fc.weight
-    seen = {"token ids": batch["input_ids"].dtype}
-
-    def note(name: str, module: nn.Module, inputs: object, output: Any) -> None:
-        result = output[0] if isinstance(output, tuple) else output
-        seen[name] = result.dtype
-        if name == "query, key, value":
-            # noted while backward is under way: an activation's gradient is no `.grad`
-            result.register_hook(partial(_note_gradient, seen))
-
-    watched = {
-        "embedding": model.transformer.wte,
-        "layer norm": block.ln_1,
-        "query, key, value": block.attn.c_attn,
-        "activation function": block.mlp.act,
-        "residual stream after a block": block,
-        "logits": model.lm_head,
-    }
-    hooks = [m.register_forward_hook(partial(note, name)) for name, m in watched.items()]
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.zero_grad(set_to_none=True)
-    with torch.autocast(weight.device.type, dtype=torch.bfloat16):
-        loss = loss_fn(model, batch)
-    loss.backward()
-    optimizer.step()
-    for hook in hooks:
-        hook.remove()
-    moment = optimizer.state[weight]["exp_avg"]
-    ends = {"weight": weight, "the weight's .grad": weight.grad, "moment of AdamW": moment}
-    return seen | {"loss": loss.dtype} | {name: tensor.dtype for name, tensor in ends.items()}
-
-
-def _note_gradient(seen: dict[str, torch.dtype], gradient: torch.Tensor) -> None:
-    seen["gradient of query, key, value"] = gradient.dtype

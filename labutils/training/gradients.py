@@ -62,16 +62,3 @@ def window_gradient(
     for micro_batch in window:
         loss_fn(model, micro_batch).backward()
     return flat_gradient(model)
-
-
-def full_gradient(
-    model: nn.Module,
-    window: list[dict[str, torch.Tensor]],
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-) -> torch.Tensor:
-    """Return the gradient of the window's micro-batches, `(B, T)` each, as one batch.
-
-    The result is `(n_parameters,)`, a copy; see `window_gradient`.
-    """
-    whole = {key: torch.cat([batch[key] for batch in window]) for key in window[0]}
-    return window_gradient(model, [whole], loss_fn)

@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from labutils.files import runs_dir
 from labutils.memory.device_memory import free_memory
 from labutils.prediction.work import kind_of
-from labutils.training.alternate import alternate
 
 # In names of kernels that use tensor cores. Source: torch-tb-profiler, utils/tensor_core.py in
 # github.com/pytorch/kineto; "gmma" and "tensorop" (cuBLAS, CUTLASS) and "flash" are added here.
@@ -70,15 +69,6 @@ def own_ms(found: profile, device: torch.device) -> dict[str, tuple]:
     return _sums(found, by, 1e-3)
 
 
-def own_mib(found: profile, device: torch.device) -> dict[str, tuple]:
-    """Return {operation: (MiB it allocates less what it frees, calls)}, largest first.
-
-    The profile needs `memory=True`.
-    """
-    by = "self_device_memory_usage" if device.type == "cuda" else "self_cpu_memory_usage"
-    return _sums(found, by, 2**-20)
-
-
 def _sums(found: profile, by: str, unit: float) -> dict[str, tuple]:
     sums: dict[str, tuple[float, int]] = {}
     for event in found.key_averages():
@@ -125,11 +115,6 @@ def tensor_core_share(kernels: Mapping[str, float]) -> float | None:
     for name, ms in kernels.items():
         found += ms * any(word in name for word in TENSOR_CORE_WORDS)
     return found / whole
-
-
-def clock_ms(call: Callable[[], object], device: torch.device) -> list[float]:
-    """Return the milliseconds of 7 calls after one that is left out; nothing is recorded."""
-    return alternate({"call": call}, 7, device)["call"]
 
 
 def save_trace(found: profile, name: str) -> Path:

@@ -122,30 +122,6 @@ def batches(
             yield {"input_ids": ids, "labels": ids}
 
 
-def padded_batches(
-    texts: list[str], tokenizer: Tokenizer, micro_batch_size: int, seq_len: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield one batch per `micro_batch_size` texts, in order: `input_ids`, `attention_mask`,
-    `labels`, all `(B, T)`.
-
-    Each text is cut to `seq_len` tokens and padded on the right to the longest of its batch. Labels
-    are -100 where the attention mask is 0: by the mask, not by the pad token's id, which is also a
-    real token (end of text).
-    """
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    for start in range(0, len(texts), micro_batch_size):
-        rows = [
-            [*tokenizer.encode(text).ids[: seq_len - 1], end]
-            for text in texts[start : start + micro_batch_size]
-        ]
-        longest = max(map(len, rows))
-        input_ids = torch.tensor([row + [end] * (longest - len(row)) for row in rows])  # (B, T)
-        # (B, T)
-        attention_mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-        labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
-        yield {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-
-
 def padded_window(
     blocks: torch.Tensor, lengths: list[int], micro_batch_size: int
 ) -> list[dict[str, torch.Tensor]]:

@@ -47,26 +47,6 @@ def test_the_peak_is_that_of_the_memory_ledger(steps, name):
         assert largest == pytest.approx(right, abs=SCALARS), phase
 
 
-def test_dtypes_are_those_of_a_real_step(steps):
-    model = lab.build_model("gpt2-nano")
-    batch = next(lab.batches(lab.sequences(32), 1, seed=0))
-    real = lab.autocast_dtypes.step_dtypes(model, batch, lab.lm_loss_sum)
-    made = {moment.what: moment.made for moment in steps["bf16"]}
-    same = {
-        "token embedding": "embedding",
-        "block 1, first layer norm": "layer norm",
-        "block 1, query, key, value": "query, key, value",
-        "block 1, activation function": "activation function",
-        "logits": "logits",
-        "the gradient of a weight: block 1, first layer of the MLP": "the weight's .grad",
-    }
-    for ours, theirs in same.items():
-        assert made[ours] == str(real[theirs]).removeprefix("torch."), ours
-    lasting = {category: dtype for category, dtype in steps["bf16"][0].alive}
-    assert lasting["parameters"] == str(real["weight"]).removeprefix("torch.")
-    assert lasting["optimizer state"] == str(real["moment of AdamW"]).removeprefix("torch.")
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_copies_of_weights_come_with_autocast_and_go_in_backward(steps, name):
     row = PRECISIONS[name]

@@ -12,6 +12,7 @@ from matplotlib.patches import Rectangle
 import labutils as lab
 from labutils import plotting
 from labutils.memory.ledger import MemoryLedger
+from labutils.plotting import runs as panels
 from labutils.prediction.roofline import Roof
 from labutils.prediction.time import TimeLedger
 from labutils.training.records import Series
@@ -38,14 +39,12 @@ def runs():
 
 DRAWINGS = {
     "bit_layout": lambda ax: plotting.bit_layout(ax=ax),
-    "ranges": lambda ax: plotting.ranges(ax=ax),
     "relative_spacing": lambda ax: plotting.relative_spacing(ax=ax),
     "gradient_histogram": lambda ax: plotting.gradient_histogram(torch.randn(100), 2.0**10, ax),
-    "step_times": lambda ax: plotting.step_times(runs(), ax),
-    "throughput": lambda ax: plotting.throughput(runs(), ax),
-    "peaks": lambda ax: plotting.peaks(runs(), ax),
-    "losses": lambda ax: plotting.losses(runs(), ax),
-    "loss_scale": lambda ax: plotting.loss_scale(runs()[0], ax),
+    "step_times": lambda ax: panels.step_times(runs(), ax),
+    "throughput": lambda ax: panels.throughput(runs(), ax),
+    "peaks": lambda ax: panels.peaks(runs(), ax),
+    "losses": lambda ax: panels.losses(runs(), ax),
     "reconcile": lambda ax: plotting.reconcile(
         {"fp16": {"your guess": None, "product": 2.0, "step": 1.5}}, "speed", ax
     ),
@@ -127,14 +126,14 @@ def test_a_field_without_a_number_stays_empty():
 
 
 def test_repeated_runs_share_a_bar_and_bars_show_the_numbers():
-    ax = plotting.step_times(runs())
+    ax = panels.step_times(runs())
     assert words(ax.get_yticklabels()) == ["fp32", "bf16"]
     assert [p.get_width() for p in ax.patches] == [10.0, 10.0]
     plt.close("all")
 
 
 def test_stacked_memory_sums_to_the_peak():
-    ax = plotting.peaks(runs())
+    ax = panels.peaks(runs())
     assert max(p.get_x() + p.get_width() for p in ax.patches) == pytest.approx(6.0)
     plt.close("all")
 
@@ -151,7 +150,7 @@ def test_four_panels_has_four():
 
 
 def test_unsupported_runs_are_left_out_of_figures():
-    ax = plotting.throughput([*runs(), record("tf32", outcome="unsupported", timing=None)])
+    ax = panels.throughput([*runs(), record("tf32", outcome="unsupported", timing=None)])
     assert "tf32" not in words(ax.get_yticklabels())
     plt.close("all")
 
@@ -216,11 +215,6 @@ def test_predicted_steps_are_drawn_on_a_given_pair_of_axes():
     plt.close("all")
 
 
-def test_the_drawing_of_a_step_names_its_parts():
-    texts = {text.get_text() for text in plotting.training_step().texts}
-    assert {"forward", "loss", "backward", "optimizer step", "clear"} <= texts
-
-
 def test_steps_have_a_tick_for_each_event():
     ax = plotting.steps({"reserved": [1, 2], "allocated": [1, 1]}, ["first", "second"], "MiB")
     assert words(ax.get_xticklabels()) == ["first", "second"]
@@ -263,19 +257,6 @@ def test_a_block_is_drawn_with_a_square_for_each_number_kept():
     with pytest.raises(ValueError, match="not 2"):
         plotting.kept_in_block({"a": 1, "b": 1})
     plt.close("all")
-
-
-def test_losses_by_seed_show_the_mean_and_the_difference_from_the_same_seed():
-    wide = [[3.0, 2.0], [5.0, 4.0]]
-    slower = [[3.1, 2.3], [5.1, 4.1]]
-    left, right = plotting.losses_by_seed({"fp32": wide, "pure_bf16": slower}, "fp32")
-    assert list(left.lines[0].get_ydata()) == [4.0, 3.0]
-    apart = right.lines[1].get_ydata()
-    assert apart == pytest.approx([0.1, 0.2])
-    band = right.collections[1].get_datalim(right.transData)
-    assert (band.y0, band.y1) == pytest.approx((0.1, 0.3))
-    assert list(right.lines[0].get_ydata()) == [0.0, 0.0]
-    assert right.get_ylabel() == "loss minus fp32, same seed"
 
 
 def test_numbers_of_a_reconciliation_hide_the_line_behind_them():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import labutils as lab
-from tests.helpers import count_rows, regression_batches, squared_error_sum, two_layers
+from tests.helpers import regression_batches, squared_error_sum, two_layers
 
 RIGHT = torch.tensor([3.0, 4.0])
 
@@ -31,26 +31,6 @@ def test_what_cannot_be_compared_is_refused_in_words():
         lab.compare_gradients(torch.ones(3), RIGHT)
     with pytest.raises(ValueError, match="is 0"):
         lab.compare_gradients(RIGHT, torch.zeros(2))
-
-
-def test_a_window_of_sums_has_the_full_batch_gradient_and_a_mean_of_means_has_not():
-    net = two_layers().double()
-    window = [{k: v.double() for k, v in b.items()} for b in regression_batches(3)]
-    window[1] = {key: value[:2] for key, value in window[1].items()}
-    n_rows = sum(map(count_rows, window))
-
-    def share(model, batch):
-        return squared(model, batch) / n_rows
-
-    def mean_of_means(model, batch):
-        return squared(model, batch) / count_rows(batch) / len(window)
-
-    def squared(model, batch):
-        return (model(batch["x"]) - batch["y"]).square().sum()
-
-    right = lab.full_gradient(net, window, share)
-    assert lab.compare_gradients(lab.window_gradient(net, window, share), right).error < 1e-14
-    assert lab.compare_gradients(lab.window_gradient(net, window, mean_of_means), right).error > 0.1
 
 
 def test_gradients_from_before_do_not_count():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.workload.data import DataError, topic_texts
+from labutils.workload.data import DataError
 
 
 def test_stdlib_corpus_is_text_and_its_digest_is_stable():
@@ -47,30 +47,6 @@ def test_held_out_blocks_are_never_trained_on():
     assert len(held_out) == (len(corpus.ids) // 64) // 10
     rebuilt = torch.cat([train[:9], held_out[:1]]).flatten()
     assert torch.equal(rebuilt, torch.from_numpy(corpus.ids[:640]).long())
-
-
-def test_padding_is_masked_in_the_labels_but_end_of_text_is_not():
-    corpus = lab.load_corpus()
-    texts = ["a b c", "one two three four five six seven"]
-    batch = next(lab.padded_batches(texts, corpus.tokenizer, 2, 64))
-    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
-    assert ((batch["labels"] == -100) == (batch["attention_mask"] == 0)).all()
-    end = corpus.tokenizer.token_to_id("<|endoftext|>")
-    for row in range(2):
-        assert batch["labels"][row][batch["attention_mask"][row] == 1][-1] == end
-    assert (batch["labels"] == -100).any()
-
-
-def test_padding_changes_no_loss():
-    corpus = lab.load_corpus()
-    model = lab.build_model(dropout=0.0)
-    texts = topic_texts()[1][:40], topic_texts()[2][:200]
-    together = next(lab.padded_batches(list(texts), corpus.tokenizer, 2, 64))
-    alone = [next(lab.padded_batches([text], corpus.tokenizer, 1, 64)) for text in texts]
-    with torch.no_grad():
-        expected = sum(lab.lm_loss_sum(model, b) for b in alone)
-        assert torch.allclose(lab.lm_loss_sum(model, together), expected, rtol=1e-5)
-    assert lab.count_targets(together) == sum(map(lab.count_targets, alone))
 
 
 def test_documents_are_told_apart_by_an_end_of_text_token():
