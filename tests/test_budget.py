@@ -17,8 +17,8 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (104_400, 17_400),
-    "tests": (89_500, 13_800),
+    "labutils": (91_500, 15_600),
+    "tests": (87_500, 13_600),
 }
 PAGE_LINES = 4_900  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 8_200  # README, INSTRUCTORS and the package's README
