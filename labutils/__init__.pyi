@@ -20,7 +20,6 @@ from .memory import snapshot as snapshot
 from .memory.cpu_recorder import peak_allocated as peak_allocated
 from .memory.device_memory import allocated_bytes as allocated_bytes
 from .memory.device_memory import cublas_bytes as cublas_bytes
-from .memory.device_memory import cuda_memory as cuda_memory
 from .memory.device_memory import free_memory as free_memory
 from .memory.device_memory import memory_limit as memory_limit
 from .memory.ledger import gib as gib

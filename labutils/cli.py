@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 it could not be done, the reason is on stderr; 2 the comma
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -44,6 +45,13 @@ def _configs(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
+def _no_nan(value: float | None) -> float | None:
+    """Refuse NaN, which is in every range."""
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("nan is no amount of memory")
+    return value
+
+
 def _run_names(incomplete: str) -> list[str]:
     """Return what the Tab key offers for a run: the names of records."""
     names = {path.stem.rsplit("-", 3)[0] for path in runs_dir().glob("*-*-*-*.json")}
@@ -69,7 +77,8 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Advise = Annotated[bool, typer.Option("--advise", help=ADVISE)]
 Device = Annotated[Literal[*CARDS, "this", "cpu"] | None, typer.Option(metavar="CARD", help=PLACES)]
 Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
-Gib = Annotated[float | None, typer.Option(min=0.001, max=1e6, help="if not the device's own")]
+MEMORY = typer.Option(min=0.001, max=1e6, callback=_no_nan, help="if not the device's own")
+Gib = Annotated[float | None, MEMORY]
 Calibrate = Annotated[bool, typer.Option("--calibrate", help="measure operations again")]
 InPlace = Annotated[bool, typer.Option("--in-place", help="for maintainers: write outputs back")]
 Student = Annotated[Path | None, typer.Option(help="a folder for copies without outputs")]

@@ -13,13 +13,13 @@ PACKAGE = REPO / "labutils"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each imports from itself and from those before it.
 FLOORS = [
-    "checks",
     "files",
     "config",
     "machine",
     "techniques",
     "workload",
     "memory",
+    "checks",
     "prediction",
     "training",
     "plotting",
@@ -30,7 +30,6 @@ FLOORS = [
     "grade",
     "cli",
 ]
-ALONE = "checks"  # imports torch only
 ON_REQUEST = ("__init__.py", "__main__.py")  # the facade loads on first use
 MAY_IMPORT_LATE = ("cli.py",)  # the command line, which must answer at once
 
@@ -67,17 +66,10 @@ def test_a_file_imports_from_its_own_floor_and_those_below(path):
     own = floor_of(path)
     for node, module, _ in imports(path):
         floor = module.split(".")[1]
-        if own == ALONE:
-            assert floor == ALONE, (
-                f"{path.name}:{node.lineno} imports {module}; checks import torch only"
-            )
-        else:
-            assert floor in FLOORS, (
-                f"{path.name}:{node.lineno} imports {module}, which is on no floor"
-            )
-            assert FLOORS.index(floor) <= FLOORS.index(own), (
-                f"{path.name}:{node.lineno} imports upwards: {module}"
-            )
+        assert floor in FLOORS, f"{path.name}:{node.lineno} imports {module}, which is on no floor"
+        assert FLOORS.index(floor) <= FLOORS.index(own), (
+            f"{path.name}:{node.lineno} imports upwards: {module}"
+        )
 
 
 def test_techniques_import_torch_and_the_choices_only():

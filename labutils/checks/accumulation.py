@@ -148,7 +148,8 @@ REQUESTS = {
     "A": None,
     "B": "B's micro-batch is one sequence already: a window needs at least that much. What shrinks "
     "the activations of one sequence?",
-    "C": "C's weights, gradients and moments alone need more than the card has, at any micro-batch.",
+    "C": "C's weights, gradients and moments alone need more than the card has, at any "
+    "micro-batch.",
 }
 
 

@@ -52,7 +52,8 @@ def control_runs(answer: Sequence[str] | None) -> str | None:
 
 @exercise(
     hints=(
-        "A scaler that works skips steps now and then. Look at what becomes of the scale in each log.",
+        "A scaler that works skips steps now and then. Look at what becomes of the scale in each "
+        "log.",
         "Each skip halves the scale, five clean steps in a row double it. Where does it end?",
         "If the gradients were finite, some small scale would let them pass.",
     )
@@ -82,7 +83,7 @@ def scaler_log(logs: Mapping[str, str], answer: Sequence[str] | None) -> str | N
 
 
 def _exponents(log: str) -> list[int]:
-    """Return log2 of the scale after each step: it starts at 24, and doubles after 5 clean steps."""
+    """Return log2 of the scale after each step: from 24 on, doubled after 5 clean steps."""
     exponents, exponent, clean = [], 24, 0
     for step in log:
         clean = clean + 1 if step == "." else 0

@@ -179,6 +179,7 @@ def products_in_backward(answer: int | None) -> str | None:
     hints=(
         "At which instant is the peak? Only a `del` before it can lower it.",
         "The peak comes when backward has just begun. Which place lies before?",
+        "Which line of the loop calls backward? A `del` must stand above it.",
     )
 )
 def useful_del(answer: str | None) -> str | None:

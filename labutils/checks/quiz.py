@@ -1,11 +1,10 @@
-"""The self-test at the end of a notebook: statements, or questions with four choices, and why."""
+"""The self-test at the end of a notebook: questions with four choices, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Statement = tuple[str, bool, str]  # (statement, whether it is true, why)
 LETTERS = "abcd"
 
 
@@ -443,31 +442,20 @@ QUIZZES = {
 }
 
 
-def self_test(answers: Sequence[bool | str | None], quiz: str) -> None:
-    """Print the items of a quiz, and for each answer whether it is right, and why.
+def self_test(answers: Sequence[str | None], quiz: str) -> None:
+    """Print the questions of a quiz, and for each answer whether it is right, and why.
 
-    A statement is answered by True or False, a question by the letter of a choice. An answer of
-    None is open: its reason is not printed. Raises ValueError for an unknown quiz.
+    An answer is the letter of a choice. An answer of None is open: no reason is printed. Raises
+    ValueError for an unknown quiz.
     """
     if quiz not in QUIZZES:
         raise ValueError(f"there is no quiz {quiz!r}; there are: {', '.join(QUIZZES)}")
-    items = QUIZZES[quiz]
-    if len(answers) != len(items):
-        kind = "questions" if isinstance(items[0], Question) else "statements"
-        print(f"There are {len(items)} {kind}; the list has {len(answers)} entries.")
+    questions = QUIZZES[quiz]
+    if len(answers) != len(questions):
+        print(f"There are {len(questions)} questions; the list has {len(answers)} entries.")
         return
-    for number, (item, answer) in enumerate(zip(items, answers, strict=True), start=1):
-        if isinstance(item, Question):
-            print(f"{number:2d}. {_answered(item, answer)}")
-        else:
-            print(f"{number:2d}. {_judged(item, answer)}")
-
-
-def _judged(statement: Statement, answer: bool | None) -> str:
-    text, truth, reason = statement
-    if answer is None:
-        return f"open   {text}"
-    return f"{'right' if answer is truth else 'wrong'}  {text} ({reason})"
+    for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
+        print(f"{number:2d}. {_answered(question, answer)}")
 
 
 def _answered(question: Question, answer: str | None) -> str:

@@ -151,20 +151,6 @@ def cublas_bytes() -> int:
     return torch.cuda.memory_allocated() - before
 
 
-def cuda_memory(device: torch.device) -> dict[str, int]:
-    """Return `allocated`, `reserved` and `peak` (allocated) bytes of a CUDA device.
-
-    Raises ValueError for another.
-    """
-    if device.type != "cuda":
-        raise ValueError(f"{device} has no CUDA memory; measure_step measures a step on any device")
-    return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "peak": torch.cuda.max_memory_allocated(device),
-    }
-
-
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes of all tensors alive on a device: CUDA's statistics, or on a CPU its
     floating-point tensors, the `.grad` of each among them.

@@ -55,15 +55,15 @@ def _by_tree(parts: torch.Tensor) -> torch.Tensor:
 
 
 def exchanged_mean(
-    gradients: torch.Tensor, dtype: torch.dtype, order: str = "ring"
+    gradients: torch.Tensor, dtype: torch.dtype, order: str = "ring", scale: float = 1.0
 ) -> torch.Tensor:
     """Return the workers' mean gradient as DDP's hooks compute it, float32, `(n,)`.
 
-    `gradients` are float32, `(n_workers, n)`. They are rounded to `dtype`, divided by the number of
-    workers (against overflow) and summed.
+    `gradients` are float32, `(n_workers, n)`. They are multiplied by `scale`, rounded to `dtype`,
+    divided by the number of workers (against overflow) and summed. Then `scale` is taken out.
     """
-    parts = gradients.to(dtype).div(len(gradients))
-    return summed(parts, order).float()
+    parts = (gradients * scale).to(dtype).div_(len(gradients))
+    return summed(parts, order).float() / scale
 
 
 def predicted_error(
