@@ -179,7 +179,7 @@ MIXED_PRECISION: tuple[Question, ...] = (
         ),
     ),
     Question(
-        "A step was skipped and the scale halved. What do you know?",
+        "A step was skipped, the scale halved, and the next step was clean. What was wrong?",
         "a",
         (
             ("the scale was too high for this step", "the scaler searches: section 7"),

@@ -60,8 +60,8 @@ def paired_difference(
 
     Numbers of a pair were measured one after the other, or with the same seed. `identical` are two
     series that should not differ: the same thing measured twice, or, where a run is deterministic,
-    the run and one whose weights were moved by one ulp. `worth_telling` has the numbers' unit. A
-    pair with a number that is not finite is left out; `n_pairs` counts the others.
+    the run and one whose weights were moved by an ulp or two. `worth_telling` has the numbers' unit.
+    A pair with a number that is not finite is left out; `n_pairs` counts the others.
     Raises ValueError if two series are not equally long, or empty.
     """
     return _paired(first, second, identical, worth_telling, is_ratio=False)
