@@ -60,7 +60,7 @@ def paired_difference(
 
     Numbers of a pair were measured one after the other, or with the same seed. `identical` are two
     series that should not differ: the same thing measured twice, or, where a run is deterministic,
-    the run and one whose weights were moved by an ulp or two. `worth_telling` has the numbers' unit.
+    the run and one whose weights were moved by an ulp or two. `worth_telling` is in their unit.
     A pair with a number that is not finite is left out; `n_pairs` counts the others.
     Raises ValueError if two series are not equally long, or empty.
     """
