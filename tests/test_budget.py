@@ -17,8 +17,8 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (88_900, 15_200),
-    "tests": (85_500, 13_300),
+    "labutils": (89_100, 15_250),
+    "tests": (85_600, 13_300),
 }
 PAGE_LINES = 2_850  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 2_800  # README, INSTRUCTORS and the package's README

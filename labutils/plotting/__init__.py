@@ -9,7 +9,7 @@ from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.checkpointing import kept_in_block, pareto
 from labutils.plotting.formats import bit_layout, gradient_histogram, relative_spacing
 from labutils.plotting.ladder import guess_line
-from labutils.plotting.memory import stacked_memory, timeline
+from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import (
     bands,
     bars_beside,
@@ -66,6 +66,7 @@ __all__ = [
     "reconcile",
     "relative_spacing",
     "roofline",
+    "snapshot",
     "stacked_memory",
     "steps",
     "strips",

@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from labutils.memory.ledger import MIB, MemoryLedger
-from labutils.plotting.style import BLACK, CATEGORY_LOOKS, OTHER_CATEGORY, new_axis
+from labutils.memory.snapshot import Snapshot
+from labutils.plotting.style import BLACK, CATEGORY_LOOKS, COLORS, OTHER_CATEGORY, new_axis
 
 HATCHES = ("", "//", "..", "xx")
 
@@ -102,3 +103,35 @@ def _stack_categories(
     for name, layer in zip(names, ax.stackplot(at, rows, labels=names), strict=True):
         color, hatch = CATEGORY_LOOKS[name]
         layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
+
+
+def snapshot(history: Snapshot, ax: Axes | None = None, n_lines: int = 7) -> Axes:
+    """Draw a memory history from left to right, stacked by the line that allocated.
+
+    Small lines are summed up.
+    """
+    ax = new_axis(ax, 10, 4.6)
+    alive = history.alive() / MIB  # (events, lines)
+    order = np.argsort(-alive.max(axis=0), kind="stable") if alive.size else []
+    labels, rows = [], []
+    for i in order[:n_lines]:
+        labels.append(
+            history.lines[i].lstrip("_")[:70]
+        )  # matplotlib hides labels that begin with _
+        rows.append(alive[:, i])
+    if len(order) > n_lines:
+        labels.append("all other lines")
+        rows.append(alive[:, order[n_lines:]].sum(axis=1))
+    for i, layer in enumerate(ax.stackplot(np.arange(len(alive)), rows, labels=labels)):
+        color = COLORS[i % len(COLORS)]
+        hatch = HATCHES[i % len(HATCHES)]
+        layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
+    ax.set(xlim=(0, max(1, len(alive) - 1)), ylim=(0, None), ylabel="MiB allocated since the start")
+    ax.set_xlabel(f"allocations and frees, in order: {history.method}")
+    ax.legend(
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
+        prop={"family": "monospace", "size": "small"},
+    )
+    return ax
