@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -212,7 +214,9 @@ def test_every_instant_is_in_a_table(show):
     root = show(lab.play.segments(6, 2.0))
     press(root, "√L")
     root.find_element("css selector", "summary").click()
-    rows = root.find_elements("css selector", '[data-part="instants"] tr')
+    find = partial(root.find_elements, "css selector", '[data-part="instants"] tr')
+    WebDriverWait(root.parent, 5).until(lambda _: find())  # a browser tells of it later
+    rows = find()
     cells = rows[1].find_elements("css selector", "td")
     assert len(rows) == 3
     assert [cell.text for cell in cells] == ["segment 2", "4 to 6", "2", "6", "8"]
