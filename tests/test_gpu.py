@@ -25,7 +25,7 @@ from labutils.memory.device_memory import cap_to_free
 from labutils.memory.tensors import tensor_bytes
 from labutils.memory.transfer import copy_gb_per_s
 from labutils.prediction import calibrate, calibrate_gpu, replay
-from labutils.techniques import precision
+from labutils.techniques import adapters, precision
 from labutils.techniques.schedule import learning_rate_at
 from labutils.training import planned, profiles
 from labutils.training.loop import to_device
@@ -207,10 +207,10 @@ def test_the_peak_of_adapters_beside_frozen_weights_is_predicted():
     lab.free_memory()
     ids = lab.sequences(64)[:2].to(CUDA)
     batch = {"input_ids": ids, "labels": ids}
-    model = lab.adapters.add_lora(lab.build_model("gpt2-nano", dropout=0.0), ["c_attn"], 8)
+    model = adapters.add_lora(lab.build_model("gpt2-nano", dropout=0.0), ["c_attn"], 8)
 
     def adamw(parameters):
-        return torch.optim.AdamW(lab.adapters.trained(parameters))
+        return torch.optim.AdamW(adapters.trained(parameters))
 
     predicted = lab.predict_module(model, batch, lab.lm_loss_sum, adamw, device=CUDA)
     optimizer = adamw(model.to(CUDA).parameters())
