@@ -31,7 +31,7 @@ from labutils.training.planned import (
     require_equal_shares,
 )
 from labutils.training.records import RunRecord, find_equal
-from labutils.training.saved_state import Saver, take_threads_of_state
+from labutils.training.resume import Saver
 from labutils.training.speed import flops_per_token, timing_of
 from labutils.workload.build import Data, Workload, build_data, build_workload
 
@@ -64,15 +64,16 @@ def run_experiment(
     config = config if isinstance(config, Config) else load_config(config)
     device = distributed.join(device or choose_device())
     progress = progress and distributed.rank() == 0
+    saver = Saver(config.name, repeat, config.save_every)
     if resume:
-        take_threads_of_state(config.name)
+        saver.read()
     run = resolve(config, here.card(device), to_train=True)
     run = replace(run, steps=distributed.from_first(run.steps))
     require_equal_shares(run.config, resume)
     data = build_data(run.config)
     planned = planned_record(config, run, device, data, repeat)
-    saver = Saver(planned, run.config.save_every, new_id()[0])
-    if not rerun and not (resume and saver.left):
+    saver.plan(planned)
+    if not rerun and not saver.done:
         known = distributed.from_first(find_equal(planned))
         if known:
             if progress:
@@ -83,13 +84,12 @@ def run_experiment(
             return known
     if not distributed.rank():
         require_room()  # better now than after hours
-    done = saver.find() if resume else 0
-    if done:
-        resumed = planned.environment | {"resumed": f"after step {done}"}
+    if saver.done:
+        resumed = planned.environment | {"resumed": f"after step {saver.done}"}
         planned = planned.model_copy(update={"environment": resumed})
     if progress:
         announce(config, run, device)
-        announce_state(run.config, saver, resume, done)
+        announce_state(run.config, saver, resume)
     record = _train_safely(config, run, device, data, saver, planned, progress)
     if distributed.rank():
         return record
@@ -145,7 +145,6 @@ def _train_and_measure(
     """Train, then measure one more step; everything allocated dies with this frame."""
     config, n = run.config, distributed.world_size()
     work = build_workload(config, device, data, n)
-    saver.require_room(work.model)
     if n > 1:
         data.batches = itertools.islice(data.batches, distributed.rank(), None, n)
         # masks of their own; the weights are made already
@@ -228,12 +227,12 @@ def _save(record: RunRecord, saver: Saver, progress: bool) -> RunRecord:
         )
         return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
     if record.outcome == "completed":
-        saver.finish()
+        saver.path.unlink(missing_ok=True)
     else:
         print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
         if saver.done and record.outcome != "non_finite":  # which would come again
             state = f"the state after step {saver.done} is saved"
-            print(f"{record.name}: {state}; continue with: {saver.command}")
+            print(f"{record.name}: {state}; the same command with --resume continues it")
     if progress:
         print(f"{record.name}: saved {path.name}")
     return record

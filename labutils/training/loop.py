@@ -23,9 +23,8 @@ from labutils.techniques.step import take_step
 from labutils.training import distributed
 from labutils.training.code_version import code_version
 from labutils.training.records import RunRecord
-from labutils.training.saved_state import Saver
+from labutils.training.resume import Saver, orderly_stop
 from labutils.training.step_log import StepLog
-from labutils.training.stop import orderly_stop
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
 

@@ -9,14 +9,14 @@ import torch
 
 from labutils.config.resolve import Run
 from labutils.config.schema import Config, ConfigError
-from labutils.files import commit, program
+from labutils.files import commit
 from labutils.machine import here
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.techniques.schedule import learning_rate_at
 from labutils.training import distributed
 from labutils.training.code_version import code_version
-from labutils.training.records import RunRecord, state_files
-from labutils.training.saved_state import Saver
+from labutils.training.records import RunRecord
+from labutils.training.resume import Saver
 from labutils.workload.build import Data
 
 
@@ -95,20 +95,14 @@ def announce(config: Config, run: Run, device: torch.device) -> None:
         print(f"{config.name}: steps = {run.steps} (not {run.config.steps}: {run.reason})")
 
 
-def announce_state(config: Config, saver: Saver, resume: bool, done: int) -> None:
-    """Print where a run begins, if there are or could be saved states."""
+def announce_state(config: Config, saver: Saver, resume: bool) -> None:
+    """Print where a run begins, if there is or could be a saved state."""
     name = config.name
-    if not resume:
-        if saver.left:
-            print(
-                f"{name}: begins at step 0; an unfinished run has left a state: "
-                "--resume would continue it"
-            )
-        return
-    if not done:
-        others = f"; `{program()} runs` lists those of other runs" if state_files() else ""
-        print(f"{name}: begins at step 0: it has no saved state{others}")
-        return
-    print(f"{name}: continues after step {done}")
-    if not config.save_every:
-        print(f"{name}: save_every is 0, so no further state will be saved")
+    if resume and saver.done:
+        print(f"{name}: continues after step {saver.done}")
+        if not config.save_every:
+            print(f"{name}: save_every is 0, so no further state will be saved")
+    elif resume:
+        print(f"{name}: begins at step 0: it has no saved state")
+    elif saver.path.exists():
+        print(f"{name}: begins at step 0: --resume would continue an unfinished run")
