@@ -14,8 +14,6 @@ import labutils as lab
 from labutils import plotting
 from labutils.memory.history import layout
 from labutils.memory.ledger import MIB
-from labutils.prediction.allocator import CachingAllocator
-from labutils.prediction.blocks import DEFAULT, EXPANDABLE
 
 TRACE = [
     {"action": "segment_alloc", "addr": 1000, "size": 20},
@@ -121,17 +119,6 @@ def test_a_block_is_drawn_with_a_square_for_each_number_kept():
     assert len(squares) == sum(KEPT.values())
     with pytest.raises(ValueError, match="not 2"):
         plotting.kept_in_block({"a": 1, "b": 1})
-
-
-@pytest.mark.parametrize("settings", [DEFAULT, EXPANDABLE], ids=["fixed", "expandable"])
-def test_segments_hold_all_reserved_bytes_and_the_used_ones(settings):
-    cache = CachingAllocator(settings=settings)
-    for block in [cache.allocate(3 * MIB) for _ in range(30)][::2]:
-        cache.free(block)
-    cache.allocate(100)
-    blocks = [block for segment in cache.segments() for block in segment]
-    assert sum(size for size, _ in blocks) == cache.reserved
-    assert sum(size for size, is_used in blocks if is_used) == cache.allocated
 
 
 def test_blocks_are_drawn_in_the_frames_of_their_segments():
