@@ -12,16 +12,8 @@ from tests.helpers import REPO
 
 NOTEBOOKS = sorted(REPO.glob("0*.ipynb"))
 LINKS = "[02](02-X.ipynb), [elsewhere](https://a.b/03-X.ipynb)"
-WIDE = f"# 01 · A title\n\n## A & B\n$2^{{k-1}}$ and {LINKS}\n\n$$\\frac{{a}}{{b}}$$\n\n"
-WIDE += "```\n# no heading\n```\n\n"
-WIDE += "|" + "a_long_heading|" * 9 + "\n" + "|" + "-|" * 9 + "\n" + "|" + "a_long_value|" * 9
-
-
-def opened(visit, tmp_path, text: str = WIDE, width: int = 1200) -> None:
-    cells = [nbformat.v4.new_markdown_cell(text), nbformat.v4.new_code_cell("x = 1")]
-    path = tmp_path / "page.html"
-    path.write_text(page(nbformat.v4.new_notebook(cells=cells), "A Card"), encoding="utf-8")
-    visit(path, width)
+TEXT = f"# 01 · A title\n\n## A & B\n$2^{{k-1}}$ and {LINKS}\n\n$$\\frac{{a}}{{b}}$$\n\n"
+TEXT += "```\n# no heading\n```\n\n"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -39,7 +31,10 @@ def test_a_notebooks_page_asks_for_nothing_and_fits_a_narrow_screen(path, visit,
 
 
 def test_formulas_are_drawn_and_links_lead_to_pages(visit, browser, tmp_path):
-    opened(visit, tmp_path)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(TEXT)])
+    path = tmp_path / "page.html"
+    path.write_text(page(notebook, "A Card"), encoding="utf-8")
+    visit(path)
     assert len(browser.find_elements("css selector", "math")) == 2
     assert browser.find_elements("css selector", "math[display=block] mfrac")
     assert browser.title == "01 · A title – A Card"
