@@ -119,32 +119,6 @@ def test_a_class_is_graded(course, tmp_path):
     assert list(wrong.exercise.value_counts().items()) == [("lost_below", 2), ("block_runs", 1)]
 
 
-@pytest.mark.slow
-def test_equal_content_is_not_run_again(course, tmp_path, monkeypatch):
-    write(tmp_path / "class" / "anna.ipynb", submission())
-    first = grade_folder(tmp_path / "class", tmp_path / "out", course=[course])
-    monkeypatch.setattr("labutils.grade.ProcessPoolExecutor", NoWork)
-    again = grade_folder(tmp_path / "class", tmp_path / "out", course=[course])
-    pd.testing.assert_frame_equal(first, again)
-    with pytest.raises(AssertionError, match="asked to run"):
-        write(tmp_path / "class" / "bert.ipynb", submission("'new'"))
-        grade_folder(tmp_path / "class", tmp_path / "out", course=[course])
-
-
-class NoWork:
-    """In place of the processes."""
-
-    def __init__(self, *_): ...
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_): ...
-
-    def submit(self, *_):
-        raise AssertionError("asked to run a notebook")
-
-
 def test_a_folder_without_notebooks_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no notebook"):
         grade_folder(tmp_path, tmp_path / "out")

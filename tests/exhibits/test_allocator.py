@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import random
 
 import pytest
 
 import labutils as lab
-from labutils.exhibits.allocator_data import story
 from labutils.prediction.allocator import CachingAllocator
 from labutils.prediction.blocks import DEFAULT, EXPANDABLE, OutOfMemory
-from tests.helpers import REPO
 
 MIB = 2**20
 # Plays events on the page's allocator: [number, bytes] requests, [number, 0] frees, [] empties.
@@ -99,23 +95,3 @@ def test_random_events_leave_what_the_rules_leave(browser, show, expandable):
             for e, r in zip(sequence["events"], right, strict=True)
         )
     assert n_failed > 500 and n_retried > 500  # all rules were needed
-
-
-def test_the_story_is_that_of_notebook_04():
-    cells = json.loads((REPO / "04-Memory_Profiling.ipynb").read_text(encoding="utf-8"))["cells"]
-    (source,) = [
-        "".join(c["source"]) for c in cells if "".join(c["source"]).startswith("def story")
-    ]
-    names: dict = {"MIB": 1}
-    exec(source, names)
-    sizes, gone, n_made, right = [], [], itertools.count(), []
-
-    def allocate(size):
-        sizes.append(size)
-        return next(n_made)
-
-    for words in names["story"](allocate, gone.append, lambda: None):
-        right.append((words, list(gone), list(sizes)))
-        sizes.clear()
-        gone.clear()
-    assert story() == right

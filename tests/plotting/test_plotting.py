@@ -8,7 +8,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from matplotlib.patches import Rectangle
 
 import labutils as lab
 from labutils import plotting
@@ -111,19 +110,6 @@ def test_timeline_shows_every_phase_and_marks_the_peak(device):
     assert {"forward", "backward", f"{peak_mib:,.2f} MiB"} <= set(words(ax.texts))
     layers = [path.vertices[:, 1].max() for layer in ax.collections for path in layer.get_paths()]
     assert max(layers) == pytest.approx(peak_mib)
-
-
-def test_a_block_is_drawn_with_a_square_for_each_number_kept():
-    ax = DRAWINGS["kept_in_block"](None)
-    squares = [patch for patch in ax.patches if isinstance(patch, Rectangle)]
-    assert len(squares) == sum(KEPT.values())
-    with pytest.raises(ValueError, match="not 2"):
-        plotting.kept_in_block({"a": 1, "b": 1})
-
-
-def test_blocks_are_drawn_in_the_frames_of_their_segments():
-    frames = [patch for patch in DRAWINGS["blocks"](None).patches if not patch.get_fill()]
-    assert [frame.get_width() for frame in frames] == [2, 2]
 
 
 def test_a_block_lies_in_its_segment_from_its_allocation_to_its_end():
