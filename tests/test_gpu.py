@@ -20,7 +20,7 @@ from labutils.files import runs_dir
 from labutils.machine.here import card_of
 from labutils.memory.tensors import tensor_bytes
 from labutils.prediction import calibrate, calibrate_gpu, replay
-from labutils.techniques import precision
+from labutils.techniques import adapters, precision
 from labutils.training.records import load_record
 from labutils.training.step_log import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
@@ -191,6 +191,23 @@ def test_any_module_s_peak_is_the_allocators_for_each_adamw(chosen):
     optimizer.step()
     measured = lab.measure_step(net, [x], _sum_of, optimizer, count_targets=len)
     assert predicted.peak_phase == measured.peak_phase
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
+
+
+def test_the_peak_of_adapters_beside_frozen_weights_is_predicted():
+    lab.free_memory()
+    ids = lab.sequences(64)[:2].to(CUDA)
+    batch = {"input_ids": ids, "labels": ids}
+    model = adapters.add_lora(lab.build_model("gpt2-nano", dropout=0.0), ["c_attn"], 8)
+
+    def adamw(parameters):
+        return torch.optim.AdamW(adapters.trained(parameters))
+
+    predicted = lab.predict_module(model, batch, lab.lm_loss_sum, adamw, device=CUDA)
+    optimizer = adamw(model.to(CUDA).parameters())
+    lab.lm_loss_sum(model, batch).backward()
+    optimizer.step()
+    measured = lab.measure_step(model, [batch], lab.lm_loss_sum, optimizer)
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
 
 
