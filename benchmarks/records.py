@@ -22,12 +22,11 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from labutils.files import REFERENCE_DIR, commit, new_id, runs_dir, write_atomically
+from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir, write_atomically
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.techniques.loss import count_targets
 from labutils.training import convergence, stability
-from labutils.training.code_version import code_version
 from labutils.training.records import RunRecord
 from labutils.workload.build import build_corpus
 

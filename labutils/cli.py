@@ -97,7 +97,7 @@ def _help(context: typer.Context) -> None:
 
 def start() -> int:
     """Run the command that a shell has given."""
-    if "RANK" not in os.environ:  # torchrun's processes must end at once
+    if "RANK" not in os.environ:  # processes that were launched together must end at once
         # A cluster's stop signal then ends a run as Ctrl-C does.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     return main()
@@ -132,7 +132,7 @@ def run(
     from labutils.session import setup
     from labutils.training.experiment import NOT_SAVED, run_experiment
 
-    if int(os.environ.get("RANK", 0)):  # of torchrun's processes only the first one prints
+    if int(os.environ.get("RANK", 0)):  # of processes launched together only the first one prints
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
     device = setup()
     if device.type == "cpu":

@@ -9,20 +9,19 @@ import torch
 
 from labutils.config.resolve import Run
 from labutils.config.schema import Config, ConfigError
-from labutils.files import commit
+from labutils.files import code_version, commit
 from labutils.machine import here
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.techniques.schedule import learning_rate_at
-from labutils.training import distributed
-from labutils.training.code_version import code_version
+from labutils.training import accelerated
 from labutils.training.records import RunRecord
 from labutils.training.resume import Saver
 from labutils.workload.build import Data
 
 
 def require_equal_shares(config: Config, resume: bool) -> None:
-    """Raise ConfigError if the processes of a torchrun cannot share a step, or save its state."""
-    n = distributed.world_size()
+    """Raise ConfigError if the processes of a launch cannot share a step, or save its state."""
+    n = accelerated.world_size()
     if config.grad_accum_steps % n:
         raise ConfigError(
             f"{config.name}: `tokens_per_step`: {config.tokens_per_step} tokens are "
@@ -74,8 +73,8 @@ def _environment(config: Config, device: torch.device) -> dict[str, str]:
         missing = without_expandable_segments()
         default = f"default; expandable segments: {missing}"
         found["allocator"] = default if missing else "expandable segments"
-    if distributed.world_size() > 1:
-        found["processes"] = str(distributed.world_size())
+    if accelerated.world_size() > 1:
+        found["processes"] = str(accelerated.world_size())
     return found
 
 
