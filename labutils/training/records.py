@@ -189,9 +189,16 @@ def find_runs() -> tuple[list[RunRecord], list[str]]:
 
 
 def find_equal(record: RunRecord) -> RunRecord | None:
-    """Return the newest completed run of the same experiment and repeat, if there is one."""
-    fits = [
-        r for r in find_runs()[0] if r.outcome == "completed" and r.experiment == record.experiment
-    ]
-    fits = [r for r in fits if r.repeat == record.repeat]
-    return fits[-1] if fits else None
+    """Return the newest completed run of the same experiment and repeat, if there is one.
+
+    Only files of the record's name are read, the newest first.
+    """
+    for path in reversed([path for path in _record_files() if _name(path) == record.name]):
+        try:
+            other = load_record(path)
+        except RecordError:
+            continue  # `find_runs` names it
+        is_equal = other.experiment == record.experiment and other.repeat == record.repeat
+        if is_equal and other.outcome == "completed":
+            return other
+    return None

@@ -11,7 +11,7 @@ import torch
 
 import labutils as lab
 from labutils.files import new_id, write_atomically
-from labutils.training import experiment
+from labutils.training import experiment, records
 from labutils.training.experiments import run_experiments
 from labutils.training.records import RecordError, RunRecord, Series, Timing, load_record
 from labutils.workload import data
@@ -82,6 +82,20 @@ def test_equal_run_is_reused_and_rerun_forces(runs, capsys):
     assert again.id != first.id
     assert again.series.loss == first.series.loss
     assert len(list(runs.glob("fp32-*.json"))) == 2
+
+
+def test_only_records_of_its_name_are_read_before_a_run(runs, monkeypatch):
+    first = tiny_run()
+    record("other").save()
+    paths = []
+
+    def reading(path):
+        paths.append(path.name)
+        return load_record(path)
+
+    monkeypatch.setattr(records, "load_record", reading)
+    assert tiny_run().id == first.id
+    assert paths == [f"fp32-{first.id}.json"]
 
 
 @pytest.mark.parametrize(
