@@ -73,12 +73,10 @@ from .training import by_layer as by_layer
 from .training import capstone as capstone
 from .training import convergence as convergence
 from .training import exchange as exchange
-from .training import ladder as ladder
 from .training import processes as processes
 from .training import profiles as profiles
 from .training import shapes as shapes
 from .training import sharding as sharding
-from .training import side_by_side as side_by_side
 from .training import speed as speed
 from .training import stability as stability
 from .training import tasks as tasks
