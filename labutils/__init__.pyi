@@ -62,7 +62,6 @@ from .techniques import eight_bits as eight_bits
 from .techniques import four_bits as four_bits
 from .techniques import numerics as numerics
 from .techniques import precision as precision
-from .techniques import rounding as rounding
 from .techniques.checkpointing import set_checkpointing as set_checkpointing
 from .techniques.compiling import CompiledLoss as CompiledLoss
 from .techniques.loss import count_targets as count_targets
@@ -70,7 +69,6 @@ from .techniques.loss import lm_loss_sum as lm_loss_sum
 from .techniques.optimizers import round_stochastically as round_stochastically
 from .techniques.precision import autocast as autocast
 from .techniques.precision import tf32 as tf32
-from .training import by_layer as by_layer
 from .training import capstone as capstone
 from .training import convergence as convergence
 from .training import exchange as exchange
