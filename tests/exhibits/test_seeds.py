@@ -9,11 +9,21 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import labutils as lab
+from labutils.exhibits.seeds_data import WORTH_TELLING
 from labutils.training.noise import PairedDifference
+
+RECORD = lab.convergence.read_record("stability").losses
+LAST = int(RECORD.step.max())
+
+
+def column(arm: str, rate: str, name: str = "loss") -> list[float]:
+    """Return a column of the record after the last step, in order of seeds."""
+    rows = RECORD[(RECORD.arm == arm) & (RECORD.rate == rate) & (RECORD.step == LAST)]
+    return rows.sort_values("seed")[name].tolist()
 
 
 def difference(base: list[float], other: list[float]) -> PairedDifference:
-    return lab.paired_difference(base, other, worth_telling=lab.stability.WORTH_TELLING)
+    return lab.paired_difference(base, other, worth_telling=WORTH_TELLING)
 
 
 FIND = """
@@ -62,14 +72,12 @@ def sentence(root) -> str:
     return root.find_element("css selector", '[data-part="sentence"]').text
 
 
-@pytest.mark.parametrize("rate", lab.stability.RATES)
+@pytest.mark.parametrize("rate", RECORD.rate.unique())
 def test_it_shows_the_record(show, rate):
     root = show(lab.play.seeds(rate=rate))
-    _, rows = lab.stability.read()
-    last = int(rows.step.max())
-    for arm in lab.stability.ARMS:
-        losses = [x for x in lab.stability.column(rows, arm, rate, last) if math.isfinite(x)]
-        skipped = statistics.fmean(lab.stability.column(rows, arm, rate, last, "skipped"))
+    for arm in RECORD.arm.unique():
+        losses = [loss for loss in column(arm, rate) if math.isfinite(loss)]
+        skipped = statistics.fmean(column(arm, rate, "skipped"))
         cells = root.find_elements("css selector", f'tr[data-arm="{arm}"] td')
         loss, skips, lost = [cell.text for cell in cells][1:]
         if losses:
@@ -77,16 +85,14 @@ def test_it_shows_the_record(show, rate):
         else:
             assert loss == "none is finite"
         assert float(skips) == pytest.approx(skipped, rel=1e-2)
-        assert lost == f"{8 - len(losses)} of 8"
+        assert lost == f"{RECORD.seed.nunique() - len(losses)} of {RECORD.seed.nunique()}"
 
 
 def test_choices_and_keys_change_the_answer(show):
     root = show(lab.play.seeds())
-    _, rows = lab.stability.read()
     choose(root, "other", "bf16")
     choose(root, "rate", "usual")
-    last = int(rows.step.max())
-    pair = [lab.stability.column(rows, arm, "usual", last) for arm in ("fp32", "bf16")]
+    pair = [column(arm, "usual") for arm in ("fp32", "bf16")]
     assert difference(*pair).verdict in sentence(root)
     assert f"{difference(*pair).mean:.3g}"[:6] in sentence(root)
     slider = root.find_element("css selector", '[data-part="seeds"]')
