@@ -58,9 +58,7 @@ from .session import explain_in_notebooks as explain_in_notebooks
 from .session import setup as setup
 from .techniques import adapters as adapters
 from .techniques import autocast_dtypes as autocast_dtypes
-from .techniques import eight_bits as eight_bits
 from .techniques import four_bits as four_bits
-from .techniques import numerics as numerics
 from .techniques import precision as precision
 from .techniques.checkpointing import set_checkpointing as set_checkpointing
 from .techniques.compiling import CompiledLoss as CompiledLoss
@@ -68,7 +66,6 @@ from .techniques.loss import count_targets as count_targets
 from .techniques.loss import lm_loss_sum as lm_loss_sum
 from .techniques.optimizers import round_stochastically as round_stochastically
 from .techniques.precision import autocast as autocast
-from .techniques.precision import tf32 as tf32
 from .training import capstone as capstone
 from .training import convergence as convergence
 from .training import exchange as exchange
@@ -79,7 +76,6 @@ from .training import shapes as shapes
 from .training import sharding as sharding
 from .training import side_by_side as side_by_side
 from .training import speed as speed
-from .training import stability as stability
 from .training import tasks as tasks
 from .training.adapters import fine_tune as fine_tune
 from .training.alternate import alternate as alternate
