@@ -76,7 +76,6 @@ from .training import shapes as shapes
 from .training import sharding as sharding
 from .training import side_by_side as side_by_side
 from .training import speed as speed
-from .training import tasks as tasks
 from .training.adapters import fine_tune as fine_tune
 from .training.alternate import alternate as alternate
 from .training.compare import compare as compare
