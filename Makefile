@@ -3,7 +3,7 @@
 # make test-all:  what the gate leaves out and 35 minutes have room for. make test-slow: the rest.
 # make readme:    copy the README's figure out of notebook 01, as committed.
 # make bench:     several ways to train the same tokens, in turns.
-# make records:   the CSVs of long runs in labutils/reference/, on any machine; most of an hour.
+# make records:   the CSVs of long runs in labutils/reference/, on any machine; hours.
 # make exhibits:  what the tables of the exhibits lack, on any machine. It can be stopped and
 #                 continued. After a change of the prediction: make exhibits AGAIN=--again.
 # make gpu:       on a machine with an NVIDIA GPU: its tests, the notebooks, and what they and the
