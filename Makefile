@@ -1,6 +1,7 @@
 # make labs:      execute the four notebooks on this machine, into runs/. make further: the optional ones.
 # make test:      the gate: lint, unit tests, and the four notebooks once.
 # make test-all:  what the gate leaves out and 35 minutes have room for. make test-slow: the rest.
+# make mutants:   200 small faults, one at a time: which does no test notice? 90 minutes.
 # make readme:    copy the README's figure out of notebook 01, as committed.
 # make bench:     several ways to train the same tokens, in turns.
 # make records:   the CSVs of long runs in labutils/reference/, on any machine; hours.
@@ -18,7 +19,7 @@ PYTEST = $(BIN)/python -m pytest -q --durations=5
 REFERENCE := labutils/reference
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: labs further test test-all test-busy test-further test-avx2 test-more test-slow lint
+.PHONY: labs further test test-all test-busy test-further test-avx2 test-more test-slow lint mutants
 .PHONY: readme configs exhibits bench records gpu clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
@@ -59,6 +60,9 @@ test-more: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist load -m slowest tests
+
+mutants: $(VENV)/installed
+	$(TWO_AT_ONCE) $(BIN)/python -m tests.mutants
 
 readme: $(VENV)/installed
 	$(BIN)/python benchmarks/readme_figure.py

@@ -27,11 +27,10 @@ import torch
 from tqdm import tqdm
 
 from labutils.config.reader import load_config
-from labutils.files import REFERENCE_DIR, commit, new_id, runs_dir, write_atomically
+from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir, write_atomically
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.training import convergence
-from labutils.training.code_version import code_version
 from labutils.training.loop import train
 from labutils.training.planned import rate_of
 from labutils.training.records import RunRecord

@@ -56,7 +56,6 @@ from .prediction.time import predict_module_time as predict_module_time
 from .prediction.time import predict_time as predict_time
 from .session import explain_in_notebooks as explain_in_notebooks
 from .session import setup as setup
-from .techniques import adapters as adapters
 from .techniques import autocast_dtypes as autocast_dtypes
 from .techniques import four_bits as four_bits
 from .techniques import precision as precision
@@ -77,7 +76,6 @@ from .training import shapes as shapes
 from .training import sharding as sharding
 from .training import side_by_side as side_by_side
 from .training import speed as speed
-from .training.adapters import fine_tune as fine_tune
 from .training.alternate import alternate as alternate
 from .training.compare import compare as compare
 from .training.compare import readable as readable

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from labutils.config.cards import CARDS
-from labutils.files import REFERENCE_DIR, program, require_room, runs_dir
+from labutils.files import REFERENCE_DIR, require_room, runs_dir
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,7 +97,7 @@ def _help(context: typer.Context) -> None:
 
 def start() -> int:
     """Run the command that a shell has given."""
-    if "RANK" not in os.environ:  # torchrun's processes must end at once
+    if "RANK" not in os.environ:  # processes that were launched together must end at once
         # A cluster's stop signal then ends a run as Ctrl-C does.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     return main()
@@ -126,33 +125,21 @@ def run(
     resume: Resume = False,
 ) -> None:
     """Train an experiment, or continue one; save its record in runs/."""
-    is_state = config.endswith(".state")
-    if is_state and (pairs or repeat > 1 or rerun):
-        problem = "a state continues its own run: it takes no --set, --repeat or --rerun"
-        raise typer.BadParameter(problem)
     from labutils.config.edits import edits_without_effect
     from labutils.config.reader import load_config, parse_overrides
 
-    if not is_state:
-        experiment, repeats = load_config(config, **parse_overrides(pairs)), range(repeat)
+    experiment = load_config(config, **parse_overrides(pairs))
     from labutils.session import setup
     from labutils.training.experiment import NOT_SAVED, run_experiment
-    from labutils.training.saved_state import read_header
 
-    if is_state:
-        path = runs_dir() / Path(config).name
-        if not path.is_file():
-            raise FileNotFoundError(f"no state {path}; `{program()} runs` lists unfinished runs")
-        header = read_header(path)
-        experiment, repeats, resume = header.config, [header.planned.repeat], True
-    if int(os.environ.get("RANK", 0)):  # of torchrun's processes only the first one prints
+    if int(os.environ.get("RANK", 0)):  # of processes launched together only the first one prints
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
     device = setup()
-    if device.type == "cpu" and not is_state:
+    if device.type == "cpu":
         for line in edits_without_effect(config):
             print(line)
     how = {"device": device, "rerun": rerun, "resume": resume}
-    for number in repeats:
+    for number in range(repeat):
         record = run_experiment(experiment, repeat=number, **how)
         if record.outcome != "completed":
             break
@@ -167,8 +154,7 @@ def run(
 @app.command()
 def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
     """List recorded runs with NAME in theirs (--limit 0: all of them)."""
-    from labutils.training.records import RecordError, find_runs, state_files
-    from labutils.training.saved_state import read_header
+    from labutils.training.records import find_runs
 
     if runs_dir().exists() and not runs_dir().is_dir():
         problem = f"{runs_dir()} is not a folder; LABUTILS_RUNS names the folder of runs"
@@ -185,15 +171,9 @@ def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
         print(f"{len(named) - len(newest)} older runs: --limit 0 lists them")
     if newest:
         _print_runs(newest)
-    for path in state_files():
-        try:  # it may be damaged, or complete meanwhile
-            header = read_header(path)
-        except (RecordError, OSError) as error:
-            problems.append(str(error))
-            continue
-        steps = f"{header.step} of {header.steps} steps"
-        print(f"unfinished, or still running: {steps}; continue with:")
-        print(f"  {program()} run {shlex.quote(path.name)}")
+    for path in sorted(runs_dir().glob("*.state")):
+        unfinished = path.stem.rpartition("-")[0]
+        print(f"unfinished, or still running: {unfinished}; its command with --resume continues it")
     for problem in problems:
         print(problem, file=sys.stderr)
     raise typer.Exit(1 if problems else 0)

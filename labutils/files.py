@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,6 +84,15 @@ def new_id() -> tuple[str, str]:
     """Return (id, time of creation): sorted ids are in order of time, and no two are equal."""
     now = datetime.now(UTC)
     return f"{now:%Y%m%d-%H%M%S%f}-{secrets.token_hex(2)}", now.isoformat(timespec="seconds")
+
+
+@cache
+def code_version() -> str:
+    """Return a hash of the package's Python files: once they change, no older record is reused."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).resolve().parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def commit() -> str:

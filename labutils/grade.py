@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from labutils.checks import VERDICTS
 from labutils.config.schema import ConfigError
+from labutils.files import code_version
 from labutils.pages import QUIET, all_notebooks, read_notebook
-from labutils.training.code_version import code_version
 
 SLOW = "slow"  # the tag of cells that train for long, and that no exercise needs
 CALL = re.compile(r"\bchecks\.(\w+)\(")

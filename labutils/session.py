@@ -41,6 +41,7 @@ def setup() -> torch.device:
     facts = here.environment(device)
     del facts["device_type"]
     facts.pop("threads", None)  # the device's name has it
+    facts.pop("notebook", None)  # only records need it
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     if said and device.type == "cpu":
         print(f"!! {said}")

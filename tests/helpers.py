@@ -21,6 +21,9 @@ REPO = Path(__file__).resolve().parent.parent
 slow = pytest.mark.slow
 slowest = pytest.mark.slowest
 CPU = torch.device("cpu")
+# The smallest run: three steps of two sequences.
+TINY = {"steps": 3, "lr_warmup_steps": 0}
+TINY |= {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 32}
 
 
 def committed(path: str) -> str:
@@ -67,6 +70,13 @@ def fill_hub_cache(folder: Path) -> nn.Module:
     model.save_pretrained(repository / "snapshots" / "abc")
     lab.load_corpus().tokenizer.save(str(repository / "snapshots" / "abc" / "tokenizer.json"))
     return model
+
+
+def write_small_text(folder: Path) -> Path:
+    """Write a text on which a tokenizer is trained at once; return its path."""
+    path = folder / "small.txt"
+    path.write_text(" ".join(f"the {i * i}th word" for i in range(400)), encoding="utf-8")
+    return path
 
 
 def two_layers(seed: int = 0) -> nn.Module:

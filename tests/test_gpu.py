@@ -17,20 +17,11 @@ from benchmarks.allocator_table import Trials
 from labutils.cli import main
 from labutils.config.choices import CHECKPOINTING
 from labutils.files import runs_dir
-from labutils.machine import gpu as device
-from labutils.machine import here
 from labutils.machine.here import card_of
-from labutils.memory import device_memory as memory
-from labutils.memory.device_memory import cap_to_free
 from labutils.memory.tensors import tensor_bytes
-from labutils.memory.transfer import copy_gb_per_s
 from labutils.prediction import calibrate, calibrate_gpu, replay
-from labutils.techniques import precision
-from labutils.techniques.schedule import learning_rate_at
-from labutils.training import planned, profiles
-from labutils.training.loop import to_device
+from labutils.techniques import adapters, precision
 from labutils.training.records import load_record
-from labutils.training.speed import peak_rate
 from labutils.training.step_log import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import REPO, sizes_on
@@ -207,10 +198,10 @@ def test_the_peak_of_adapters_beside_frozen_weights_is_predicted():
     lab.free_memory()
     ids = lab.sequences(64)[:2].to(CUDA)
     batch = {"input_ids": ids, "labels": ids}
-    model = lab.adapters.add_lora(lab.build_model("gpt2-nano", dropout=0.0), ["c_attn"], 8)
+    model = adapters.add_lora(lab.build_model("gpt2-nano", dropout=0.0), ["c_attn"], 8)
 
     def adamw(parameters):
-        return torch.optim.AdamW(lab.adapters.trained(parameters))
+        return torch.optim.AdamW(adapters.trained(parameters))
 
     predicted = lab.predict_module(model, batch, lab.lm_loss_sum, adamw, device=CUDA)
     optimizer = adamw(model.to(CUDA).parameters())
@@ -267,14 +258,6 @@ def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
     cap = replay.smallest_limit(found.requests, ours, as_cap=True)
     assert trials.run(1.03 * cap, expandable)
     assert not trials.run(0.97 * cap, expandable)
-
-
-def test_memory_limit_makes_a_large_card_small(runs):
-    config = lab.load_config("fp32", steps=2, lr_warmup_steps=0, memory_limit_gib=1.0)
-    record = lab.run_experiment(config, device=CUDA, progress=False)
-    assert record.outcome == "out_of_memory"  # 124M parameters alone ask for 1.9 GiB
-    assert "emulated" in record.environment["memory limit"]
-    torch.empty(2**31, dtype=torch.uint8, device=CUDA)  # the limit is gone
 
 
 def test_free_memory_resets_the_peak_after_the_garbage_is_gone():
@@ -351,17 +334,6 @@ except torch.OutOfMemoryError:
     assert (answer.stdout, answer.stderr) == ("out of memory\n", "")
 
 
-def test_bf16_support_is_not_emulation():
-    capability = torch.cuda.get_device_capability()
-    assert lab.support("bf16", CUDA).ok == (capability >= (8, 0))
-
-
-def test_peak_rate_names_its_source():
-    rate, source = peak_rate("fp16", CUDA)
-    assert rate > 1e12
-    assert "datasheet" in source or "measured here" in source
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
@@ -412,29 +384,6 @@ def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
     assert compiled.series.loss == pytest.approx(eager.series.loss, rel=0.01)
 
 
-def test_batches_go_through_pinned_memory():
-    batch = {"input_ids": torch.arange(8)}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        moved = to_device(batch, CUDA)
-        torch.cuda.synchronize()
-    assert moved["input_ids"].tolist() == list(range(8))
-    assert any("Pinned -> Device" in event.name for event in profile.events())
-
-
-@card  # rates of a real bus
-def test_copies_from_pinned_memory_are_not_slower():
-    rates = copy_gb_per_s(2**26, CUDA)
-    assert set(rates) == {"pageable", "pinned"}
-    assert rates["pinned"] > 0.9 * rates["pageable"] > 0
-
-
-@card  # names of real kernels
-def test_half_precision_products_run_in_kernels_named_after_tensor_cores():
-    a = torch.ones(1024, 1024, device=CUDA, dtype=torch.float16)
-    kernels = profiles.kernel_ms(profiles.record(lambda: a @ a, CUDA))
-    assert profiles.tensor_core_share(kernels) > 0.5
-
-
 def test_a_real_snapshot_is_read_and_agrees_with_the_allocators_peak(tmp_path):
     lab.free_memory()
     start = torch.cuda.memory_allocated()
@@ -446,98 +395,6 @@ def test_a_real_snapshot_is_read_and_agrees_with_the_allocators_peak(tmp_path):
     assert sum(found.at_end().values()) == torch.cuda.memory_allocated() - start
     assert any("torch.zeros(2**20, device=CUDA)" in line for line in found.at_end())
     assert lab.snapshot.load(tmp_path / "s.pickle").at_peak() == found.at_peak()
-
-
-@pytest.mark.parametrize("name", ["8 bits", "in backward", "everything"])
-def test_lean_optimizers_train_as_the_ledger_says(runs, name):
-    from tests.techniques.test_optimizers import CASES
-    from tests.techniques.test_optimizers import LEAN as SMALL_MOMENTS
-
-    config = lab.load_config(
-        "fp32", **(SMALL | {"tokens_per_step": 256}), **SMALL_MOMENTS, **CASES[name]
-    )
-    if not lab.support(config.precision, CUDA).ok:
-        pytest.skip(lab.support(config.precision, CUDA).reason)
-    record = lab.run_experiment(config, device=CUDA, progress=False)
-    assert record.series.loss[-1] < record.series.loss[0]
-    assert record.memory.peak_bytes == pytest.approx(
-        lab.predict_memory(config, "this").peak_bytes, rel=0.02
-    )
-
-
-def test_xl_stays_under_its_limit(runs):
-    if torch.cuda.mem_get_info()[0] < 8 * 2**30:
-        pytest.skip("less than 8 GiB are free")
-    if not lab.support("pure_bf16", CUDA).ok:
-        pytest.skip(lab.support("pure_bf16", CUDA).reason)
-    record = lab.run_experiment(
-        lab.load_config("xl", steps=3, lr_warmup_steps=1), device=CUDA, progress=False
-    )
-    assert record.outcome == "completed", record.reason
-    assert record.memory.peak_bytes == pytest.approx(
-        lab.predict_memory(lab.load_config("xl"), "this").peak_bytes, rel=0.02
-    )
-
-
-def test_after_a_failed_cell_memory_is_back():
-    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
-    lab.free_memory()
-    before = torch.cuda.memory_allocated()
-    loop = "while True: kept.append(torch.zeros(2**26, device='cuda'))"
-    cell = f"import torch\ndef f():\n    kept = []\n    {loop}\nf()"
-    with lab.memory_limit(before / 2**30 + 1, CUDA):
-        result = shell.run_cell(cell)
-    assert isinstance(result.error_in_exec, torch.OutOfMemoryError)
-    assert torch.cuda.memory_allocated() > before
-    lab.free_memory()
-    assert torch.cuda.memory_allocated() == before
-
-
-def test_peak_allocated_on_cuda():
-    before = lab.allocated_bytes(CUDA)
-    with lab.peak_allocated(CUDA) as peak:
-        torch.zeros(2**20, device=CUDA)
-    assert peak.n_bytes == before + 2**22
-
-
-def test_a_continued_run_on_cuda_has_the_losses_of_a_whole_one(runs, monkeypatch):
-    small = SMALL | {"steps": 8, "lr_warmup_steps": 2, "save_every": 2, "name": "short"}
-
-    def run(resume=False):
-        config = lab.load_config("fp16", **small)
-        return lab.run_experiment(config, device=CUDA, progress=False, rerun=True, resume=resume)
-
-    whole, real = run(), learning_rate_at
-
-    def stopping(step, **schedule):
-        if step == 5:
-            raise KeyboardInterrupt
-        return real(step, **schedule)
-
-    monkeypatch.setattr(planned, "learning_rate_at", stopping)
-    run()
-    monkeypatch.setattr(planned, "learning_rate_at", real)
-    torch.cuda.manual_seed(99)
-    continued = run(resume=True)
-    assert continued.environment["resumed"] == "after step 4"
-    assert continued.series.loss == pytest.approx(
-        whole.series.loss, rel=1e-3
-    )  # kernels add up in no fixed order
-    assert (
-        continued.series.loss_scale == whole.series.loss_scale
-        and len(continued.series.step_ms) == 8
-    )
-
-
-def test_where_the_driver_would_spill_the_allocator_is_capped(monkeypatch):
-    monkeypatch.setattr(memory.sys, "platform", "win32")
-    cap_to_free(CUDA, gib=1.0)
-    try:
-        with pytest.raises(torch.OutOfMemoryError, match="allowed"):
-            torch.empty(2**31, dtype=torch.uint8, device=CUDA)
-    finally:
-        monkeypatch.undo()
-        cap_to_free(CUDA)
 
 
 def test_a_cell_without_memory_gives_a_short_answer_on_cuda(capsys):
@@ -555,17 +412,6 @@ def test_a_cell_without_memory_gives_a_short_answer_on_cuda(capsys):
     assert torch.cuda.memory_allocated() == before
 
 
-def test_notebooks_take_smaller_micro_batches_on_a_full_card(monkeypatch):
-    plain = lab.fitting("fp32")[0]
-    monkeypatch.setattr(here, "free_bytes", lambda _: 3.2 * 2**30)
-    monkeypatch.setattr(device, "_free_gib", lambda: 3.2)
-    tight = lab.fitting("fp32")[0]
-    assert (
-        tight.micro_batch_size < plain.micro_batch_size
-        and tight.tokens_per_step == plain.tokens_per_step
-    )
-
-
 def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     """Only that it runs and is kept: how near it comes is seen on a card."""
     monkeypatch.setattr(calibrate_gpu, "SIDE", 512)
@@ -580,13 +426,3 @@ def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     ledger = lab.predict_time(lab.load_config("fp32", **SMALL), CUDA)
     assert ledger.step_ms > 0
     assert main(["predict", "fp32", "--device", "this"]) == 0
-
-
-def test_cublas_workspaces_are_given_back_on_request():
-    ones = torch.ones(64, 64, device=CUDA)
-    ones @ ones
-    del ones
-    lab.free_memory()
-    kept = torch.cuda.memory_allocated()
-    lab.free_memory(workspaces=True)
-    assert torch.cuda.memory_allocated() < kept

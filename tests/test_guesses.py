@@ -56,6 +56,13 @@ def test_running_a_section_again_leaves_an_early_guess_early():
     assert not guesses.guess("peak", "peak", low=84, high=85).was_early
 
 
+def test_a_result_of_zero_is_scored_too(capsys):
+    guesses.guess("saved", "saved", 5)
+    guesses.answer("saved", 0)
+    assert "not right" in capsys.readouterr().out
+    assert guesses.scores().loc["saved", "right"] == "no"
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -76,20 +83,6 @@ def test_an_answer_to_nothing_names_what_there_is():
     guesses.guess("peak", "peak")
     with pytest.raises(ValueError, match="there are: peak"):
         guesses.answer("paek", 1)
-
-
-def test_what_this_device_cannot_measure_has_no_score():
-    guesses.guess("speed", "speed", 2)
-    guesses.answer("speed", None, predicted=1.5)
-    row = guesses.scores().loc["speed"]
-    assert row["right"] == "" and row["guess / measured"] == ""
-
-
-def test_a_result_of_zero_is_scored_too(capsys):
-    guesses.guess("saved", "saved", 5)
-    guesses.answer("saved", 0)
-    assert "not right" in capsys.readouterr().out
-    assert guesses.scores().loc["saved", "right"] == "no"
 
 
 def test_a_field_without_a_number_is_empty_and_others_keep_four_digits():

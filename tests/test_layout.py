@@ -133,16 +133,6 @@ def test_only_the_memory_floor_asks_the_allocator():
     assert not [path for path in calls_of(ALLOCATOR) if not path.startswith(allowed)]
 
 
-def test_free_memory_is_asked_for_in_one_place():
-    lines = [
-        f"{path.relative_to(PACKAGE)}:{i}"
-        for path in FILES
-        for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if "mem_get_info" in line
-    ]
-    assert len(lines) == 1, lines
-
-
 def test_lines_are_at_most_100_columns():
     wide = [
         f"{path.relative_to(PACKAGE)}:{i}"
@@ -151,18 +141,3 @@ def test_lines_are_at_most_100_columns():
         if len(line) > 100
     ]
     assert not wide, f"{len(wide)} lines, the first: {wide[:5]}"
-
-
-def test_precisions_are_spelled_in_the_choices_only():
-    """A quoted precision elsewhere is at most an argument's default, or a shipped config's name."""
-    names = {"fp32", "tf32", "fp16", "bf16", "pure_bf16", "16bit"}
-    lines = set()
-    for path in FILES:
-        place = path.relative_to(PACKAGE).as_posix()
-        others = place == "training/engines/arguments.py"
-        if place == "config/choices.py" or others:  # names of the frameworks' arguments
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and node.value in names:
-                lines.add(f"{place}:{node.lineno}")
-    assert len(lines) <= 10, sorted(lines)

@@ -18,11 +18,6 @@ def test_a_ledger_tells_its_peak_in_three_units():
     assert (lab.mib(2**19), lab.gib(2**31)) == (0.5, 2)
 
 
-def test_units_are_not_fields_of_a_saved_ledger():
-    ledger = MemoryLedger(phases={"forward": {"activations": 1}}, method="made up")
-    assert MemoryLedger.model_validate_json(ledger.model_dump_json()) == ledger
-
-
 def test_sequences_are_the_training_part_of_the_offline_text():
     train, held_out = lab.load_corpus(min_tokens=20_000).split(16)
     found = lab.sequences(16)
@@ -50,11 +45,6 @@ def test_a_flat_gradient_has_every_parameter_in_order():
         assert torch.equal(part.view_as(parameter), parameter.grad)
     net.zero_grad(set_to_none=False)
     assert flat.norm() > 0  # a copy: what happens to .grad later does not reach it
-
-
-def test_a_missing_gradient_is_named():
-    net = two_layers()
-    net(torch.ones(3, 4)).sum().backward()
     net[2].bias.grad = None
     with pytest.raises(ValueError, match=r"2\.bias has no gradient"):
         lab.flat_gradient(net)
@@ -95,11 +85,6 @@ def test_what_is_kept_can_be_counted_by_kind():
     assert output.requires_grad
 
 
-def nano_and_batch(micro_batch_size, seq_len=32):
-    batch = next(lab.batches(lab.sequences(seq_len), micro_batch_size, seed=0))
-    return lab.build_model("gpt2-nano"), batch
-
-
 def test_product_speeds_leave_out_what_the_device_lacks(monkeypatch):
     monkeypatch.setattr(lab.speed.here, "matmul_rate", lambda dtype, *_, **__: dtype.itemsize / 8)
     found = lab.speed.product_speeds(("fp32", "tf32", "bf16"), CPU)
@@ -115,13 +100,3 @@ def test_amdahl_by_hand():
     assert lab.speed.amdahl(1.0, 0.1) == pytest.approx(0.1)
     with pytest.raises(ValueError, match="0 to 1"):
         lab.speed.amdahl(2.0, 2.0)
-
-
-def test_products_take_a_part_of_a_step_that_grows_with_the_width():
-    shares = []
-    for width in (4, 512):
-        net = nn.Sequential(nn.Linear(width, width), nn.Tanh())
-        batch = torch.ones(256, width)
-        products, whole = lab.speed.product_ms(net, batch, lambda net, x: net(x).sum(), "fp32")
-        shares.append(products / whole)
-    assert 0 < shares[0] < shares[1] < 1

@@ -72,7 +72,7 @@ def gpu_facts() -> GpuFacts:
 @lru_cache(maxsize=1)
 def _free_gib() -> float:
     """Asked once: what is decided by it must not change between two runs of a process."""
-    card = int(os.environ.get("LOCAL_RANK", 0))  # under torchrun each process has its own
+    card = int(os.environ.get("LOCAL_RANK", 0))  # processes launched together: each has its own
     try:
         free, _ = driver_memory(card)
     except RuntimeError:  # not even room for a context, or the card is another process's alone

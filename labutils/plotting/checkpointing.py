@@ -1,13 +1,13 @@
-"""A block with what it keeps; and policies in the plane of memory and time."""
+"""A block of GPT-2 with what it keeps for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from labutils.plotting.style import BLACK, COLORS, MARKERS, ORANGE, SKY, new_axis
+from labutils.plotting.style import BLACK, ORANGE, SKY, new_axis
 
 HALVES = (  # the operations of a block, each after the tensor that it reads
     ("norm 1", "linear", "attention", "linear"),
@@ -69,21 +69,3 @@ def _draw_sum(ax: Axes, x: float, y: float) -> None:
     ax.plot([px for px, _ in around], [py for _, py in around], color=BLACK, lw=1)
     arrow = {"arrowstyle": "->", "color": BLACK}
     ax.annotate("", (x + 0.1, y + 0.2), (x + 0.1, above), arrowprops=arrow)
-
-
-def pareto(
-    points: Mapping[str, tuple[float, float]], front: Collection[str], ax: Axes | None = None
-) -> Axes:
-    """Draw {name: (peak in MiB, time of a step as a multiple)}, and a line through the `front`."""
-    ax = new_axis(ax, 8, 4)
-    for i, (name, (memory, time)) in enumerate(points.items()):
-        k = i % len(MARKERS)
-        look = {"color": COLORS[k], "mec": BLACK, "ms": 9, "ls": ""}
-        ax.plot(memory, time, marker=MARKERS[k], label=name, **look)
-    corners = sorted(points[name] for name in front)
-    line = {"color": BLACK, "ls": ":", "drawstyle": "steps-post", "label": "Pareto front"}
-    ax.plot([memory for memory, _ in corners], [time for _, time in corners], **line)
-    ax.set(xlabel="peak of one step, MiB", ylabel="time of a step, as a multiple")
-    ax.set_ylim(0, 1.1 * max(time for _, time in points.values()))
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return ax

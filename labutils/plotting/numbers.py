@@ -1,4 +1,4 @@
-"""Numbers of any kind: guess beside measurement, curves, and a table in colours."""
+"""Numbers of any kind: values on a log axis, curves, bands, steps, and a table in colours."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from labutils.plotting.style import BLACK, COLORS, MARKERS, line_look, new_axis
-
-# Ticks of a decade, where little more than one factor is drawn.
-MANY_TICKS = (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
 def reconcile(
@@ -26,7 +23,7 @@ def reconcile(
     Each kind has a line of its own in a row, so that equal values stay readable. The value 1 is
     marked. None is left out.
     """
-    kinds = _kinds(rows)
+    kinds = list(dict.fromkeys(kind for values in rows.values() for kind in values))
     ax = new_axis(ax, 7, (0.2 * len(kinds) + 0.2) * len(rows) + 1.2)
     for i, kind in enumerate(kinds):
         shift = 0.8 * ((i + 0.5) / len(kinds) - 0.5)
@@ -42,7 +39,10 @@ def reconcile(
         if xs:
             ax.plot(xs, ys, MARKERS[i], color=COLORS[i], ms=9, label=kind)
     ax.axvline(1, color=BLACK, lw=0.8, ls=":")
-    _set_log_ticks(ax)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1,), numticks=5))  # the labels are wide
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_yticks(range(len(rows)), list(rows))
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.margins(x=0.25)
@@ -50,28 +50,6 @@ def reconcile(
     if kinds and rows:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
-
-
-def _kinds(rows: Mapping[str, Mapping[str, float | None]]) -> list[str]:
-    kinds: dict[str, None] = {}
-    for values in rows.values():
-        kinds |= dict.fromkeys(values)
-    return list(kinds)
-
-
-def _set_log_ticks(ax: Axes) -> None:
-    """Make the x axis logarithmic, with more ticks where it is short."""
-    ax.set_xscale("log")
-    low, high = ax.get_xlim()
-    if high > 100 * low:
-        locator = LogLocator(subs=(1,), numticks=5)  # the labels are wide, so few of them
-    elif high > 4 * low:
-        locator = LogLocator(subs=(1, 2, 5), numticks=None)
-    else:
-        locator = LogLocator(subs=MANY_TICKS, numticks=None)
-    ax.xaxis.set_major_locator(locator)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def curves(
@@ -130,47 +108,6 @@ def steps(
     ax.set_xticks(range(len(events)), [textwrap.fill(event, 14) for event in events])
     ax.set(ylabel=ylabel, ylim=(0, None))
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return ax
-
-
-def bars_beside(
-    groups: Mapping[str, Mapping[str, float]],
-    marks: Mapping[str, float],
-    mark_label: str,
-    xlabel: str,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw {kind: {row: value}} as bars of each row side by side, with {row: value} marked.
-
-    A row that a kind lacks has no bar of it.
-    """
-    rows = list(dict.fromkeys(row for values in groups.values() for row in values))
-    ax = new_axis(ax, 8, 0.45 * len(rows) + 1)
-    height = 0.8 / len(groups)
-    for i, (kind, values) in enumerate(groups.items()):
-        ys = [rows.index(row) + (i + 0.5) * height - 0.4 for row in values]
-        look = {"color": COLORS[i % len(COLORS)], "hatch": ("", "//")[i % 2], "edgecolor": "white"}
-        ax.barh(ys, list(values.values()), height=height, label=kind, **look)
-    ys = [rows.index(row) for row in marks]
-    ax.plot(list(marks.values()), ys, "|", color=BLACK, ms=22, mew=2, label=mark_label)
-    ax.set_yticks(range(len(rows)), rows)
-    ax.invert_yaxis()
-    ax.set_xlabel(xlabel)
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return ax
-
-
-def strips(rows: Mapping[str, Sequence[float]], xlabel: str, ax: Axes | None = None) -> Axes:
-    """Draw {row: values} as a dot for each value, and a bar at their median."""
-    ax = new_axis(ax, 7, 0.4 * len(rows) + 1)
-    for y, values in enumerate(rows.values()):
-        look = {"color": COLORS[y % len(COLORS)], "marker": MARKERS[y % len(MARKERS)]}
-        ax.plot(values, [y] * len(values), ls="", alpha=0.5, **look)
-        ax.plot(np.median(values), y, "|", color=BLACK, ms=18, mew=3)
-    ax.set_yticks(range(len(rows)), list(rows))
-    ax.invert_yaxis()
-    ax.margins(y=0.2)
-    ax.set_xlabel(xlabel)
     return ax
 
 

@@ -14,15 +14,32 @@ from labutils.training.compare import group_by_experiment
 from labutils.training.records import RunRecord
 
 
-def _trained(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    return group_by_experiment([record for record in records if record.timing])
+def four_panels(records: Sequence[RunRecord]) -> np.ndarray:
+    """Draw step time, tokens/s, peak by category and loss; return the 2×2 axes.
+
+    Repeated runs of an experiment share a bar. A run that took no step is left out.
+    """
+    figure, axes = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
+    trained = [record for record in records if record.timing]
+    median_ms, tokens_per_s, peaks = {}, {}, {}
+    for position, (name, runs) in enumerate(group_by_experiment(trained).items()):
+        median_ms[name] = float(np.median([run.timing.median_step_ms for run in runs]))
+        tokens_per_s[name] = 1000 * runs[0].tokens_per_step / median_ms[name]
+        if runs[0].memory:
+            peaks[name] = runs[0].memory.categories
+        _loss(axes[1, 1], name, runs[0], place_of(name, position))
+    _bars(axes[0, 0], median_ms, "median optimizer step, ms")
+    _bars(axes[0, 1], tokens_per_s, "tokens per second")
+    stacked_memory(peaks, axes[1, 0])
+    axes[1, 1].set(xlabel="tokens trained on", ylabel="training loss, nats per token")
+    axes[1, 1].legend(frameon=False)
+    devices = {record.environment["device"] for record in trained}
+    figure.suptitle("Measured on " + "; ".join(sorted(devices)), fontsize="medium")
+    return axes
 
 
-def _median_ms(runs: Sequence[RunRecord]) -> float:
-    return float(np.median([run.timing.median_step_ms for run in runs]))
-
-
-def _bars(ax: Axes, values: dict[str, float], xlabel: str) -> Axes:
+def _bars(ax: Axes, values: dict[str, float], xlabel: str) -> None:
+    ax = new_axis(ax)
     colors, texts = [], []
     for position, (name, value) in enumerate(values.items()):
         colors.append(COLORS[place_of(name, position)])
@@ -33,57 +50,11 @@ def _bars(ax: Axes, values: dict[str, float], xlabel: str) -> Axes:
     ax.invert_yaxis()
     ax.margins(x=0.18)
     ax.set_xlabel(xlabel)
-    return ax
 
 
-def step_times(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
-    """Draw the median time of an optimizer step, in ms; repeated runs share a bar."""
-    medians = {}
-    for name, runs in _trained(records).items():
-        medians[name] = _median_ms(runs)
-    return _bars(new_axis(ax), medians, "median optimizer step, ms")
-
-
-def throughput(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
-    """Draw tokens per second; repeated runs share a bar."""
-    tokens_per_s = {}
-    for name, runs in _trained(records).items():
-        tokens_per_s[name] = 1000 * runs[0].tokens_per_step / _median_ms(runs)
-    return _bars(new_axis(ax), tokens_per_s, "tokens per second")
-
-
-def peaks(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
-    """Draw the measured peak of each run by category."""
-    measured = {}
-    for name, runs in _trained(records).items():
-        if runs[0].memory:
-            measured[name] = runs[0].memory.categories
-    return stacked_memory(measured, ax)
-
-
-def losses(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
-    """Draw the training loss against tokens seen, which is the only fair axis for unequal runs."""
-    ax = new_axis(ax)
-    for position, (name, runs) in enumerate(_trained(records).items()):
-        series = runs[0].series.loss
-        tokens = np.arange(1, len(series) + 1) * runs[0].tokens_per_step
-        look = line_look(place_of(name, position))
-        ax.plot(tokens, series, **look, markevery=max(1, len(series) // 8), ms=4, label=name)
-    ax.set_xlabel("tokens trained on")
-    ax.set_ylabel("training loss, nats per token")
-    ax.legend(frameon=False)
-    return ax
-
-
-def four_panels(records: Sequence[RunRecord]) -> np.ndarray:
-    """Draw step time, tokens/s, peak by category and loss; return the 2×2 axes."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
-    step_times(records, axes[0, 0])
-    throughput(records, axes[0, 1])
-    peaks(records, axes[1, 0])
-    losses(records, axes[1, 1])
-    devices: set[str] = set()
-    for runs in _trained(records).values():
-        devices |= {run.environment["device"] for run in runs}
-    figure.suptitle("Measured on " + "; ".join(sorted(devices)), fontsize="medium")
-    return axes
+def _loss(ax: Axes, name: str, run: RunRecord, place: int) -> None:
+    """Draw the loss against tokens seen, which is the only fair axis for unequal runs."""
+    series = run.series.loss
+    tokens = np.arange(1, len(series) + 1) * run.tokens_per_step
+    every = max(1, len(series) // 8)
+    new_axis(ax).plot(tokens, series, **line_look(place), markevery=every, ms=4, label=name)

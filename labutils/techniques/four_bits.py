@@ -32,11 +32,6 @@ def nf4_codes() -> torch.Tensor:
     return found / found.max()
 
 
-def int4_codes() -> torch.Tensor:
-    """Return 15 equally distant numbers from -1 to 1, `(15,)`: a sixteenth has no partner."""
-    return torch.linspace(-1, 1, 15)
-
-
 @dataclass(frozen=True)
 class FourBit:
     """A weight in 4 bits: two codes a byte `(n / 2,)` uint8, and a scale per block `(n / 64,)`."""

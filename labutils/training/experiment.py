@@ -21,7 +21,7 @@ from labutils.memory.device_memory import expandable_segments, free_memory, memo
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.measure import measure_step
 from labutils.prediction.out_of_memory import require_host_memory, suggest_changes
-from labutils.training import distributed
+from labutils.training import accelerated
 from labutils.training.loop import to_device, train
 from labutils.training.planned import (
     announce,
@@ -31,7 +31,7 @@ from labutils.training.planned import (
     require_equal_shares,
 )
 from labutils.training.records import RunRecord, find_equal
-from labutils.training.saved_state import Saver, take_threads_of_state
+from labutils.training.resume import Saver
 from labutils.training.speed import flops_per_token, timing_of
 from labutils.workload.build import Data, Workload, build_data, build_workload
 
@@ -62,18 +62,19 @@ def run_experiment(
     another experiment of that name.
     """
     config = config if isinstance(config, Config) else load_config(config)
-    device = distributed.join(device or choose_device())
-    progress = progress and distributed.rank() == 0
+    device = accelerated.own_device(device or choose_device())
+    progress = progress and accelerated.rank() == 0
+    saver = Saver(config.name, repeat, config.save_every)
     if resume:
-        take_threads_of_state(config.name)
+        saver.read()
     run = resolve(config, here.card(device), to_train=True)
-    run = replace(run, steps=distributed.from_first(run.steps))
+    run = replace(run, steps=accelerated.from_first(run.steps))
     require_equal_shares(run.config, resume)
     data = build_data(run.config)
     planned = planned_record(config, run, device, data, repeat)
-    saver = Saver(planned, run.config.save_every, new_id()[0])
-    if not rerun and not (resume and saver.left):
-        known = distributed.from_first(find_equal(planned))
+    saver.plan(planned)
+    if not rerun and not saver.done:
+        known = accelerated.from_first(find_equal(planned))
         if known:
             if progress:
                 print(
@@ -81,17 +82,16 @@ def run_experiment(
                     "(equal config, code, corpus and device; rerun=True forces)"
                 )
             return known
-    if not distributed.rank():
+    if not accelerated.rank():
         require_room()  # better now than after hours
-    done = saver.find() if resume else 0
-    if done:
-        resumed = planned.environment | {"resumed": f"after step {done}"}
+    if saver.done:
+        resumed = planned.environment | {"resumed": f"after step {saver.done}"}
         planned = planned.model_copy(update={"environment": resumed})
     if progress:
         announce(config, run, device)
-        announce_state(run.config, saver, resume, done)
+        announce_state(run.config, saver, resume)
     record = _train_safely(config, run, device, data, saver, planned, progress)
-    if distributed.rank():
+    if accelerated.rank():
         return record
     saved = _save(record, saver, progress)
     if saved.outcome == "interrupted" and in_notebook():
@@ -120,7 +120,7 @@ def _train_safely(
         environment = trained.environment | planned.environment
     except (RuntimeError, MemoryError) as error:
         # of several processes one that goes on alone would be waited for
-        if not is_out_of_memory(error) or distributed.world_size() > 1:
+        if not is_out_of_memory(error) or accelerated.world_size() > 1:
             raise
         run_id, created = new_id()
         reason = short_message(error)
@@ -143,15 +143,12 @@ def _train_and_measure(
     run: Run, device: torch.device, data: Data, saver: Saver, progress: bool
 ) -> RunRecord:
     """Train, then measure one more step; everything allocated dies with this frame."""
-    config, n = run.config, distributed.world_size()
+    config, n = run.config, accelerated.world_size()
     work = build_workload(config, device, data, n)
-    saver.require_room(work.model)
     if n > 1:
-        data.batches = itertools.islice(data.batches, distributed.rank(), None, n)
+        data.batches = itertools.islice(data.batches, accelerated.rank(), None, n)
         # masks of their own; the weights are made already
-        torch.manual_seed(config.seed + distributed.rank())
-        if progress:
-            print(f"{config.name}: {distributed.traffic(work.model)}")
+        torch.manual_seed(config.seed + accelerated.rank())
     if COMPILE_MODES[config.compile].is_on and progress:
         mode = f"compile: {config.compile}"
         print(f"{config.name}: the first step compiles the model ({mode}); that takes a while")
@@ -228,12 +225,12 @@ def _save(record: RunRecord, saver: Saver, progress: bool) -> RunRecord:
         )
         return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
     if record.outcome == "completed":
-        saver.finish()
+        saver.path.unlink(missing_ok=True)
     else:
         print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
         if saver.done and record.outcome != "non_finite":  # which would come again
             state = f"the state after step {saver.done} is saved"
-            print(f"{record.name}: {state}; continue with: {saver.command}")
+            print(f"{record.name}: {state}; the same command with --resume continues it")
     if progress:
         print(f"{record.name}: saved {path.name}")
     return record

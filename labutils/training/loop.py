@@ -13,19 +13,17 @@ from torch import nn
 from tqdm import tqdm
 
 from labutils.config.choices import PRECISIONS
-from labutils.files import commit, new_id
+from labutils.files import code_version, commit, new_id
 from labutils.machine import here
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.techniques.loss import LossFn, count_targets
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
 from labutils.techniques.step import take_step
-from labutils.training import distributed
-from labutils.training.code_version import code_version
+from labutils.training import accelerated
 from labutils.training.records import RunRecord
-from labutils.training.saved_state import Saver
+from labutils.training.resume import Saver, orderly_stop
 from labutils.training.step_log import StepLog
-from labutils.training.stop import orderly_stop
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
 
@@ -54,7 +52,8 @@ def train(
     `batches` yields micro-batches (tensors, or dicts of them), which are moved to the device here.
     `loss_fn(model, micro_batch)` returns a loss summed over `count_targets(micro_batch)` targets.
     The sum over a step's micro-batches is divided once by their total (see `take_step`).
-    Under torchrun each process gets its own micro-batches; the gradient is that of all of them.
+    Under `accelerate launch` each process gets its own micro-batches; the gradient is that of all
+    of them.
     `learning_rate_at(step)` sets the rate of every parameter group; without it the optimizer's
     own rates stay.
     A `saver` keeps the run's state on disk, and skips the steps that it has found done.
@@ -69,7 +68,8 @@ def train(
     scaler = scaler or grad_scaler(precision, device)
     if isinstance(optimizer, OptimizerInBackward):
         _require_independent_gradients(grad_accum_steps, max_grad_norm, scaler)
-    replicas = distributed.Replicas(model, loss_fn)
+    replicas = accelerated.Replicas(model, loss_fn, optimizer)
+    optimizer = replicas.optimizer
 
     def loss_on_device(_: nn.Module, micro_batch: Any) -> torch.Tensor:
         return replicas.loss(to_device(micro_batch, device))
@@ -161,7 +161,7 @@ def _require_independent_gradients(
 ) -> None:
     """Raise ValueError where a step would need all gradients at once."""
     clips_or_scales = max_grad_norm > 0 or scaler.is_enabled()
-    if grad_accum_steps > 1 or clips_or_scales or distributed.world_size() > 1:
+    if grad_accum_steps > 1 or clips_or_scales or accelerated.world_size() > 1:
         raise ValueError(
             "a step inside backward allows no accumulation, clipping, loss scale or second process"
         )

@@ -9,20 +9,19 @@ import torch
 
 from labutils.config.resolve import Run
 from labutils.config.schema import Config, ConfigError
-from labutils.files import commit, program
+from labutils.files import code_version, commit
 from labutils.machine import here
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.techniques.schedule import learning_rate_at
-from labutils.training import distributed
-from labutils.training.code_version import code_version
-from labutils.training.records import RunRecord, state_files
-from labutils.training.saved_state import Saver
+from labutils.training import accelerated
+from labutils.training.records import RunRecord
+from labutils.training.resume import Saver
 from labutils.workload.build import Data
 
 
 def require_equal_shares(config: Config, resume: bool) -> None:
-    """Raise ConfigError if the processes of a torchrun cannot share a step, or save its state."""
-    n = distributed.world_size()
+    """Raise ConfigError if the processes of a launch cannot share a step, or save its state."""
+    n = accelerated.world_size()
     if config.grad_accum_steps % n:
         raise ConfigError(
             f"{config.name}: `tokens_per_step`: {config.tokens_per_step} tokens are "
@@ -74,8 +73,8 @@ def _environment(config: Config, device: torch.device) -> dict[str, str]:
         missing = without_expandable_segments()
         default = f"default; expandable segments: {missing}"
         found["allocator"] = default if missing else "expandable segments"
-    if distributed.world_size() > 1:
-        found["processes"] = str(distributed.world_size())
+    if accelerated.world_size() > 1:
+        found["processes"] = str(accelerated.world_size())
     return found
 
 
@@ -95,20 +94,14 @@ def announce(config: Config, run: Run, device: torch.device) -> None:
         print(f"{config.name}: steps = {run.steps} (not {run.config.steps}: {run.reason})")
 
 
-def announce_state(config: Config, saver: Saver, resume: bool, done: int) -> None:
-    """Print where a run begins, if there are or could be saved states."""
+def announce_state(config: Config, saver: Saver, resume: bool) -> None:
+    """Print where a run begins, if there is or could be a saved state."""
     name = config.name
-    if not resume:
-        if saver.left:
-            print(
-                f"{name}: begins at step 0; an unfinished run has left a state: "
-                "--resume would continue it"
-            )
-        return
-    if not done:
-        others = f"; `{program()} runs` lists those of other runs" if state_files() else ""
-        print(f"{name}: begins at step 0: it has no saved state{others}")
-        return
-    print(f"{name}: continues after step {done}")
-    if not config.save_every:
-        print(f"{name}: save_every is 0, so no further state will be saved")
+    if resume and saver.done:
+        print(f"{name}: continues after step {saver.done}")
+        if not config.save_every:
+            print(f"{name}: save_every is 0, so no further state will be saved")
+    elif resume:
+        print(f"{name}: begins at step 0: it has no saved state")
+    elif saver.path.exists():
+        print(f"{name}: begins at step 0: --resume would continue an unfinished run")

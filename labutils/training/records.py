@@ -172,10 +172,9 @@ def _record_files() -> list[Path]:
     return sorted(runs_dir().glob("*-*-*-*.json"), key=lambda p: p.stem.rsplit("-", 3)[1:])
 
 
-def state_files(name: str | None = None) -> list[Path]:
-    """Return the states, sorted, that unfinished runs (of a name) have left: see `Saver`."""
-    files = (p for p in runs_dir().glob("*.state") if p.is_file())
-    return sorted(p for p in files if name in (None, p.stem.rsplit("-", 5)[0]))
+def state_path(name: str, repeat: int) -> Path:
+    """Return where an unfinished run keeps its state: see `resume.Saver`."""
+    return runs_dir() / f"{name}-{repeat}.state"
 
 
 def find_runs() -> tuple[list[RunRecord], list[str]]:

@@ -19,7 +19,7 @@ from labutils.config.choices import PRECISIONS
 from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.techniques.precision import autocast, products_dtype, tf32
-from labutils.training import distributed, profiles
+from labutils.training import accelerated, profiles
 from labutils.training.noise import PairedDifference, paired_ratio
 from labutils.training.records import Timing
 
@@ -191,6 +191,6 @@ def timing_of(
         median_step_ms=median,
         spread=spread,
         tokens_per_s=tokens_per_s,
-        mfu=flops_per_token * tokens_per_s / rate / distributed.world_size(),
+        mfu=flops_per_token * tokens_per_s / rate / accelerated.world_size(),
         mfu_denominator=denominator,
     )

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from selenium.webdriver.common.keys import Keys
 
 import labutils as lab
 from labutils.exhibits.number_data import NUMBER_FORMATS
@@ -69,50 +68,3 @@ def test_a_format_stores_what_torch_stores_bit_for_bit(browser, show, name):
             continue
         assert float(stored.replace("Infinity", "inf")) == number, text
         assert pattern == its_bits, text
-
-
-def row(root, name: str) -> list[str]:
-    cells = root.find_elements("css selector", f'tr[data-format="{name}"] td')
-    return [cell.text for cell in cells]
-
-
-def test_typing_a_value_shows_what_is_stored(show):
-    root = show(lab.play.number())
-    box = root.find_element("css selector", "input[type=text]")
-    for text, stored, kind in (
-        ("65520", "inf", "infinite"),
-        ("1e-5", "0.0000100135803", "subnormal"),
-        ("2.5e-8", "0", "zero"),
-    ):
-        box.clear()
-        box.send_keys(text)
-        assert row(root, "FP16")[1] == stored
-        assert row(root, "FP16")[4] == kind
-    box.clear()
-    box.send_keys("500")
-    stored = torch.tensor(500.0).to(torch.float8_e4m3fn).item()  # NaN, or 448: the version decides
-    assert float(row(root, "E4M3")[1]) == stored or math.isnan(stored)
-
-
-def test_a_key_flips_a_bit_and_the_value_follows(show):
-    root = show(lab.play.number(1.0))
-    sign, first = root.find_elements("css selector", "button[data-bit]")[:2]
-    sign.send_keys(Keys.SPACE)
-    box = root.find_element("css selector", "input[type=text]")
-    assert box.get_property("value") == "-1"
-    first.send_keys(Keys.ENTER)
-    assert box.get_property("value") == "-inf"  # all exponent bits of BF16 are 1 now
-
-
-def test_the_slider_moves_by_keys_and_keeps_the_sign(show):
-    root = show(lab.play.number(-1.0))
-    slider = root.find_element("css selector", "input[type=range]")
-    slider.send_keys(Keys.ARROW_RIGHT)
-    box = root.find_element("css selector", "input[type=text]")
-    assert float(box.get_property("value")) == pytest.approx(-(2**0.125))
-
-
-def test_the_line_shows_the_neighbours(show):
-    root = show(lab.play.number(1.0, "BF16"))
-    texts = [text.text for text in root.find_elements("css selector", "svg text")]
-    assert texts[:3] == ["0.99609375", "1", "1.0078125"]

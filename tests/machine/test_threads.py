@@ -11,7 +11,7 @@ import torch
 import labutils as lab
 from labutils.machine import threads
 from tests.helpers import CPU
-from tests.training.test_saved_state import start, stop_at
+from tests.training.test_resume import start, stop_at
 
 
 @pytest.fixture

@@ -83,15 +83,6 @@ def test_several_together_save_more_than_each_and_leave_out_what_excludes_anothe
     assert found.best_three_peak_bytes < found.peak_bytes - found.helpful[0].saved_bytes
 
 
-@slow
-def test_advice_that_excludes_other_advice_is_left_out_of_the_best_together():
-    shape = {"seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 512, "precision": "fp32"}
-    lean = {"gradient_checkpointing": "block", "loss_chunk_tokens": 64, "optimizer": "adamw_8bit"}
-    nearly = advise(lab.load_config("fp32", **shape, **lean, activation="gelu_tanh"), "cpu")
-    assert len(nearly.helpful) > 1  # a smaller batch and a step in backward
-    assert nearly.best_three_peak_bytes <= nearly.peak_bytes - nearly.helpful[0].saved_bytes
-
-
 def test_a_precision_that_is_slow_here_is_not_advised(monkeypatch):
     monkeypatch.setattr(here, "cpu_slowdown", lambda dtype: 99.0)
     small = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 32, "activation": "gelu_tanh"}

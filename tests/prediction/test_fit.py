@@ -6,7 +6,6 @@ import pytest
 
 import labutils as lab
 from labutils.config.card import CONTEXT_GIB
-from labutils.config.cards import CARDS
 from labutils.machine import here
 from labutils.machine.gpu import SMALLEST_GIB
 from labutils.prediction.changes import time_cost
@@ -77,49 +76,6 @@ def test_recomputation_costs_a_third_of_the_flops_at_most():
     )
 
 
-def test_splitting_a_batch_of_one_window_may_need_more():
-    """Micro-batches of one keep the gradients of the first alive:
-
-    The smallest need may be the whole batch's.
-    """
-    small = {"model": "gpt2-nano", "seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64}
-    config = lab.load_config("fp32", **small, activation="gelu_tanh", dropout=0.0)
-    found = fit(config, CONTEXT_GIB)
-    for size in (1, 2):
-        other = config.model_copy(update=found.changes | {"micro_batch_size": size})
-        assert found.needed_gib <= needed_gib(predict_memory(other))
-    assert not any(
-        "loss_chunk_tokens" in c for c in candidates(config, "a100")
-    )  # 64 tokens are less than a chunk
-
-
-def test_what_is_computed_twice_already_costs_nothing_more():
-    config = lab.load_config("fp32", gradient_checkpointing="every_2", loss_chunk_tokens=256)
-    assert time_cost(config, {"gradient_checkpointing": "block", "loss_chunk_tokens": 512}) == 0
-    assert time_cost(config, {"gradient_checkpointing": "none"}) < 0
-
-
-def test_costs_of_single_changes_add_up():
-    config = lab.load_config(
-        "fp32", model="gpt2", seq_len=512, micro_batch_size=16, tokens_per_step=8192
-    )
-    changes = {"gradient_checkpointing": "block", "loss_chunk_tokens": 512, "micro_batch_size": 2}
-    a100 = CARDS["a100"]
-    alone = [time_cost(config, {key: value}, a100) for key, value in changes.items()]
-    assert time_cost(config, changes, a100) == pytest.approx(sum(alone))
-    # 7 micro-batches more, 20 bytes x 124.4M parameters each, at 10.2 FLOPs a byte (17.9 TFLOP/s
-    # over 0.86 of 2.039 TB/s); 8192 tokens of 8.0e8 FLOPs
-    assert alone[2] == pytest.approx(7 * 20 * 124.4e6 * 10.2 / (8192 * 7.97e8), rel=0.01)
-
-
-def test_the_device_asked_for_decides_what_is_cheaper():
-    """Where bytes are slow beside arithmetic, more micro-batches cost more of the step."""
-    config = lab.load_config("bf16", micro_batch_size=8)
-    split = {"micro_batch_size": 1}
-    shares = {name: time_cost(config, split, CARDS[name]) for name in ("t4", "a100", "h200")}
-    assert shares["t4"] < shares["a100"] < shares["h200"]
-
-
 def test_a_plan_tells_the_time_of_its_step():
     config = lab.load_config("fp32", **SMALL)
     found = fit(config, CONTEXT_GIB + 0.35 * (needed_gib(predict_memory(config)) - CONTEXT_GIB))
@@ -174,12 +130,6 @@ def test_what_changes_the_learning_comes_last_and_a_step_in_backward_only_where_
                 "fp32",
                 **(SMALL | {"max_grad_norm": 0.0, "optimizer_in_backward": inside} | changes),
             )
-
-
-def test_eight_bit_moments_are_found_where_there_are_no_fast_16_bit_products():
-    config = lab.load_config("fp32", **SMALL)
-    smallest = fit(config, 0.01, "cpu")
-    assert smallest.changes["optimizer"] == "adamw_8bit" and "precision" not in smallest.changes
 
 
 @slow

@@ -30,16 +30,13 @@ from labutils.memory.ledger import (
 from labutils.memory.measure import measure_step
 from labutils.prediction import traces
 from labutils.prediction.cuda_rules import cuda_rules
-from labutils.prediction.extrapolation import CannotExtrapolate, extrapolated
+from labutils.prediction.extrapolation import extrapolated
 from labutils.prediction.memory import predict_memory
 from labutils.prediction.module import predict_module
-from labutils.prediction.storage_log import BIRTH, DEATH, OPERATION, Event, Segment, Storage
-from labutils.prediction.trace import Trace
-from labutils.prediction.traces import SAME, _traced
 from labutils.techniques import precision
 from labutils.techniques.loss import lm_loss_sum
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import CPU, on, sizes_on, slow, without_onednn
+from tests.helpers import CPU, sizes_on, slow, without_onednn
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "dropout": 0.0}
 
@@ -223,70 +220,6 @@ def test_two_and_three_sequences_tell_about_all(name, seq_len, chunk):
     assert ((2, 2) in sweep.traces._known) == (chunk < seq_len)  # else every size is traced
 
 
-def chain(depth: int, mirrored: bool = True) -> Trace:
-    """Each layer keeps 1 byte and passes 10 on; the end begins like a layer, as GPT-2's last norm
-    does.
-    """
-    forward, backward = Segment("forward", 0, 0), Segment("backward", 0, 0)
-    passed = Storage(100, "activations", "start")
-    forward.events.append(Event(BIRTH, "start", passed))
-    kept = []
-    for _ in range(depth):
-        kept.append(Storage(1, "activations", "norm"))
-        result = Storage(10, "activations", "product")
-        norm = [Event(OPERATION, "norm"), Event(BIRTH, "norm", kept[-1])]
-        product = [Event(OPERATION, "product"), Event(BIRTH, "product", result)]
-        forward.events.extend([*norm, *product, Event(DEATH, passed.made_by, passed)])
-        passed = result
-    last = Storage(2, "activations", "norm")
-    forward.events.extend(
-        [Event(OPERATION, "norm"), Event(BIRTH, "norm", last), Event(OPERATION, "end")]
-    )
-    backward.events.extend([Event(OPERATION, "begin"), Event(DEATH, "norm", last)])
-    for storage in reversed(kept) if mirrored else kept:
-        backward.events.extend([Event(OPERATION, "back"), Event(DEATH, "norm", storage)])
-    backward.events.extend([Event(OPERATION, "stop"), Event(DEATH, passed.made_by, passed)])
-    return Trace([], [forward, backward])
-
-
-def lives(t: Trace) -> list[tuple]:
-    """Return every event, storages by size and by when they were born."""
-    events = [event for segment in t.segments for event in segment.events]
-    number = {id(e.storage): i for i, e in enumerate(events) if e.kind == BIRTH}
-    return [
-        (e.kind, e.name, e.storage and (e.storage.n_bytes, number[id(e.storage)])) for e in events
-    ]
-
-
-@pytest.mark.parametrize("mirrored", [True, False])
-def test_each_layer_frees_what_is_its_own_however_deep(mirrored):
-    """Backward frees in reverse order, an optimizer in the same; what a layer passes on dies in the
-    next one.
-    """
-    found = extrapolated(chain(3, mirrored), chain(4, mirrored), 7)
-    assert lives(found) == lives(chain(10, mirrored))
-
-
-def test_a_free_that_follows_no_rule_is_refused():
-    wrong = chain(4)
-    deaths = [i for i, event in enumerate(wrong.segments[1].events) if event.kind == DEATH]
-    events = wrong.segments[1].events
-    events[deaths[1]], events[deaths[3]] = events[deaths[3]], events[deaths[1]]
-    with pytest.raises(CannotExtrapolate):
-        extrapolated(chain(3), wrong, 7)
-
-
-def test_traces_of_different_models_do_not_extrapolate():
-    config = on("a100", lab.load_config("fp32", **TINY, tokens_per_step=64))
-    other = config.model_copy(update={"activation": "gelu_tanh"})
-    a, b = (
-        _traced(c.model_copy(update=SAME).model_dump_json(), CARDS["a100"].gpu, 2, 1, False, 2)
-        for c in (config, other)
-    )
-    with pytest.raises(CannotExtrapolate, match="forward phase"):
-        extrapolated(a, b, 2)
-
-
 def test_kept_outputs_keep_the_logits():
     config = lab.load_config("fp32", seq_len=128, optimizer_impl="foreach")
     freed, kept = (predict_memory(config, keep_outputs=keep) for keep in (False, True))
@@ -350,27 +283,6 @@ def test_cuda_rules_are_gone_afterwards():
         raise RuntimeError("inside")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert x.bfloat16().exp().dtype == torch.bfloat16
-
-
-def test_autocast_adds_cast_weights_and_halves_no_weight():
-    config = {"seq_len": 128, "micro_batch_size": 1, "tokens_per_step": 128}
-    full, half = (
-        predict_memory(lab.load_config(name, **config), "a100") for name in ("fp32", "bf16")
-    )
-    for category in (PARAMETERS, OPTIMIZER):
-        assert full.phases["optimizer"][category] == half.phases["optimizer"][category]
-    assert full.phases["forward"]["cast weights"] == 0
-    assert half.phases["loss"]["cast weights"] > 200 * 2**20  # 2 bytes for each of 124M parameters
-
-
-def test_gradients_stay_alive_between_micro_batches():
-    values = {"seq_len": 64, "micro_batch_size": 1}
-    one, many = (
-        predict_memory(lab.load_config("fp32", **values, tokens_per_step=64 * n), "a100")
-        for n in (1, 8)
-    )
-    assert one.phases["forward"][GRADIENTS] == 0
-    assert many.phases["forward"][GRADIENTS] == many.phases["optimizer"][GRADIENTS]
 
 
 def test_memory_efficient_attention_where_there_is_no_flash():
@@ -464,17 +376,6 @@ def test_predict_command(capsys):
     assert "16 bits only" in capsys.readouterr().err
 
 
-@slow
-def test_predict_command_where_nothing_fits(capsys):
-    nano = ["predict", "fp32", "--set", "model=gpt2-nano"]
-    assert main([*nano, "--gpu-memory-gib", "0.5", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["fits"] is False and answer["fit"]["fits"] is False
-    assert answer["fit"]["needed_gib"] > 0.5
-    assert main([*nano, "--device", "cpu", "--gpu-memory-gib", "0.01"]) == 0
-    assert "CUDA" not in capsys.readouterr().out
-
-
 def test_attention_that_a_device_lacks_is_refused():
     with pytest.raises(PrecisionUnsupported, match="Ampere"):
         predict_memory(lab.load_config("fp16", attention="flash"), "t4")
@@ -484,34 +385,9 @@ def test_attention_that_a_device_lacks_is_refused():
         predict_memory(lab.load_config("fp32", attention="flash", dropout=0.1), "cpu")
 
 
-def test_attention_matrices_are_predicted_where_they_exist():
-    values = {"seq_len": 1024, "dropout": 0.0, "model": "gpt2-nano"}
-    peak = {
-        kind: predict_memory(lab.load_config("bf16", attention=kind, **values)).peak_bytes
-        for kind in ("eager", "math", "efficient", "flash", "auto")
-    }
-    assert peak["auto"] == peak["flash"]
-    assert peak["efficient"] == pytest.approx(peak["flash"], rel=0.05)
-    assert min(peak["eager"], peak["math"]) > 1.2 * peak["flash"]
-
-
 def test_config_that_cannot_run_is_the_config_error():
     with pytest.raises(ConfigError, match="not a multiple"):
         predict_memory(lab.load_config("fp32", micro_batch_size=8, seq_len=512), "cpu")
-
-
-def test_a_batch_on_another_device_is_traced_like_one_on_the_cpu():
-    """The batch may lie on the GPU while shapes are followed on the CPU; a meta tensor stands for
-    it here.
-    """
-    net = torch.nn.Linear(8, 8)
-
-    def ask(x):
-        return lab.predict_module(
-            net, x, lambda net, x: net(x).sum(), torch.optim.SGD, device="cpu"
-        )
-
-    assert ask(torch.empty(4, 8, device="meta")).phases == ask(torch.empty(4, 8)).phases
 
 
 @pytest.mark.parametrize(("device", "smallest"), [("cpu", 4), ("a100", 512)])

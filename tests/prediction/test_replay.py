@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import json
 import statistics
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -18,14 +17,11 @@ from labutils.config.card import CONTEXT_GIB
 from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import ROUNDING, WORKSPACES
 from labutils.prediction import memory as prediction
-from labutils.prediction import replay, traces
-from labutils.prediction.allocator import CachingAllocator
+from labutils.prediction import replay
 from labutils.prediction.blocks import DEFAULT, EXPANDABLE, MIB, Settings
 from labutils.prediction.memory import Prediction, allocator_settings
 from labutils.prediction.storage_log import BIRTH
 from labutils.prediction.trace import LASTING
-from labutils.prediction.traces import _traced
-from labutils.techniques import optimizers
 from tests.helpers import sizes_on, slow
 
 CARDS = {"NVIDIA H200": "h200", "Tesla T4": "t4", "NVIDIA GeForce RTX 4060": "rtx4060"}
@@ -172,42 +168,3 @@ def test_the_first_step_makes_what_later_ones_find():
         len(lasting) == 3 * len(parameters) + 2
     )  # two moments and a step count for each; cuBLAS's workspaces
     assert len(born) == len(parameters) + len(lasting) + replay.STEPS * len(passing)
-
-
-def test_more_micro_batches_repeat_the_last_one_that_was_traced():
-    trace = nano().trace
-    phases = [[segment.phase for segment in replay.segments_of(trace, 0, n)] for n in (2, 3, 4, 9)]
-    backward = [each.count("backward") for each in phases]
-    assert backward == [2, 3, 4, replay.REPEATED_MICRO_BATCHES]
-    assert all(each[-1] == "optimizer" for each in phases)
-
-
-def test_a_config_with_expandable_segments_is_judged_by_them():
-    plain, expandable = (nano(expandable_segments=on) for on in (False, True))
-    assert plain.ledger.reserved_bytes == expandable.ledger.reserved_bytes  # always torch's default
-    assert expandable.ledger.needed_bytes == expandable.ledger.needed_expandable_bytes
-    assert plain.ledger.needed_expandable_bytes == expandable.ledger.needed_expandable_bytes
-    assert expandable.ledger.categories[ROUNDING] <= plain.ledger.categories[ROUNDING]
-
-
-def test_one_slab_of_each_size_stands_for_all(monkeypatch):
-    """Moments of 8 bits are updated slab by slab:
-
-    What is traced once is what each of them asks for.
-    """
-    monkeypatch.setattr(optimizers, "NUMBERS_AT_ONCE", 1 << 14)
-    _traced.cache_clear()
-    try:
-        once = nano(optimizer="adamw_8bit").requests
-        monkeypatch.setattr(traces, "each_size_once", lambda log: nullcontext())
-        _traced.cache_clear()
-        assert nano(optimizer="adamw_8bit").requests == once
-    finally:
-        _traced.cache_clear()
-
-
-def test_replaying_leaves_the_trace_alone():
-    found = nano()
-    first = replay.requests(found.trace, 2)
-    replay.replayed(first, CachingAllocator())
-    assert replay.requests(found.trace, 2) == first

@@ -5,11 +5,9 @@ from itertools import count
 import pytest
 import torch
 
-from labutils.config.cards import CARDS
 from labutils.config.reader import load_config
 from labutils.prediction import roofline
 from labutils.prediction.time import predict_time
-from labutils.prediction.work import kind_of
 from labutils.training import shapes
 
 SMALL = {"model": "gpt2-nano", "seq_len": 64, "micro_batch_size": 2, "tokens_per_step": 128}
@@ -64,45 +62,9 @@ def test_a_products_flop_and_bytes_are_those_of_its_shape():
         assert row.intensity == pytest.approx(row.GFLOP / row.GB)
 
 
-def test_large_products_lie_under_the_arithmetics_roof_and_norms_under_the_memorys():
-    table = roofline.operations(load_config("fp32", **LARGE, pad_vocab=True), "a100")
-    limits = table.set_index("operation")["limit"]
-    assert set(limits["product"]) == {roofline.ARITHMETIC}
-    assert limits["norm or softmax"] == limits["elementwise"] == roofline.MEMORY
-    few = {"seq_len": 2, "micro_batch_size": 1, "tokens_per_step": 2}
-    thin = roofline.operations(load_config("bf16", **{**LARGE, **few}), "a100")
-    heaviest = thin[thin["operation"] == "product"].iloc[0]
-    assert heaviest["limit"] == roofline.MEMORY  # two tokens: a weight of 2 bytes serves 4 FLOP
-
-
 def test_no_operation_is_predicted_faster_than_its_roof():
     table = roofline.operations(load_config("fp16", **LARGE), "t4")
     assert (table.ms >= 0.999 * table.floor_ms).all()
-
-
-def test_tf32_has_a_roof_of_its_own():
-    full = roofline.operations(load_config("fp32", **SMALL), "a100")
-    tf32 = roofline.operations(load_config("tf32", **SMALL), "a100")
-    assert set(full[full.GFLOP > 0]["products in"]) == {"float32"}
-    assert "TF32" in set(tf32["products in"])
-    assert tf32.floor_ms.sum() < full.floor_ms.sum()
-
-
-def test_a_given_roof_is_taken():
-    roof = roofline.Roof({"float32": 1.0}, 1e30)
-    table = roofline.operations(load_config("fp32", **SMALL), CARDS["t4"], roof)
-    assert set(table[table.GFLOP > 0].limit) == {roofline.ARITHMETIC}
-    assert table.floor_ms.sum() == pytest.approx(1e3 * table.GFLOP.sum() * 1e9)
-
-
-@pytest.mark.parametrize(
-    ("card", "kind"), [("a100", "flash attention"), ("t4", "efficient attention")]
-)
-def test_fused_attention_is_a_kind_of_its_own(card, kind):
-    found = roofline.by_kind(roofline.operations(load_config("fp16", **SMALL), card))
-    assert found.GFLOP[kind] > 0
-    assert kind_of("_scaled_dot_product_flash_attention_backward") == "flash attention"
-    assert kind_of("_scaled_dot_product_efficient_attention") == "efficient attention"
 
 
 def test_a_cpus_bandwidth_counts_each_number_read_and_written_once(monkeypatch):

@@ -12,7 +12,6 @@ import labutils as lab
 from labutils.memory.ledger import OPTIMIZER
 from labutils.techniques import four_bits
 from labutils.techniques.adapters import add_lora, trained
-from labutils.training.adapters import fine_tune
 
 
 @pytest.fixture
@@ -30,21 +29,27 @@ def test_adapters_change_nothing_before_training(ids):
         assert torch.equal(add_lora(nano(), ["c_attn"], 4)(input_ids=ids[:2]).logits, plain)
 
 
+def losses_of(model: nn.Module, ids: torch.Tensor, steps: int) -> list[float]:
+    """Train what is not frozen on the same few sequences, and return the loss of each step."""
+    batch = {"input_ids": ids[:8], "labels": ids[:8]}
+    optimizer = torch.optim.AdamW(trained(model.parameters()), 1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = lab.lm_loss_sum(model, batch) / lab.count_targets(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def test_only_adapters_learn(ids):
     model = add_lora(nano(), ["c_attn", "c_fc"], 4)
     before = copy.deepcopy(model.state_dict())
-    found = fine_tune(model, ids[:64], ids[64:], steps=4, learning_rate=1e-2, seed=0)
+    losses = losses_of(model, ids, steps=4)
     moved = {name for name, now in model.state_dict().items() if not torch.equal(now, before[name])}
     assert moved and all("lora_" in name for name in moved)
-    assert found.after < found.before and len(found.losses) == 4
-
-
-def test_fine_tuning_repeats_with_its_seed(ids):
-    runs = []
-    for seed in (0, 0, 1):
-        options = {"steps": 2, "learning_rate": 1e-3, "seed": seed}
-        runs.append(fine_tune(nano(), ids[:64], ids[64:], **options).losses)
-    assert runs[0] == runs[1] != runs[2]
+    assert losses[-1] < losses[0]
 
 
 def test_peft_does_the_same(ids):
@@ -59,10 +64,7 @@ def test_peft_does_the_same(ids):
     with torch.no_grad():
         for a, b in zip(own, other, strict=True):
             b.copy_(a)
-    losses = []
-    for model in (ours, theirs):
-        options = {"steps": 5, "learning_rate": 1e-2, "seed": 0}
-        losses.append(fine_tune(model, ids[:64], ids[64:], **options).losses)
+    losses = [losses_of(model, ids, steps=5) for model in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -83,13 +85,6 @@ def test_the_predicted_bytes_of_adapters_are_measured(ids):
     assert measured.categories[OPTIMIZER] == pytest.approx(8 * n_trained, rel=0.01)
 
 
-def test_names_and_layers_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="no layer is called q_proj"):
-        add_lora(nano(), ["q_proj"], 4)
-    with pytest.raises(TypeError, match="LayerNorm is no linear layer"):
-        add_lora(nano(), ["ln_1"], 4)
-
-
 def test_the_codes_are_those_of_bitsandbytes():
     # its create_normal_map(): the first three, zero, and the last two
     codes = four_bits.nf4_codes()
@@ -108,15 +103,6 @@ def test_every_weight_becomes_the_nearest_code():
     assert found.packed.nbytes == weight.numel() // 2
     with pytest.raises(ValueError, match="no whole number of blocks of 64"):
         four_bits.quantize(torch.randn(100), codes)
-
-
-def test_double_quantisation_costs_an_eighth_of_a_bit():
-    assert four_bits.bits_per_weight(double=False) == 4.5
-    assert four_bits.bits_per_weight() == pytest.approx(4.127, abs=5e-4)
-    scales = torch.rand(1000, generator=torch.Generator().manual_seed(0)) + 1
-    again = four_bits.double_quantized(scales)
-    assert again.shape == scales.shape
-    assert 0 < (again - scales).abs().max() < 0.01
 
 
 def test_a_four_bit_layer_is_its_rounded_weight_forward_and_backward():
@@ -146,11 +132,3 @@ def test_a_four_bit_layer_learns_through_its_adapter():
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
     assert len(trained(net.parameters())) == 2
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(64, 64), nn.LayerNorm(64)], ids=str)
-def test_a_layer_that_would_lose_its_bias_is_refused(layer):
-    net = nn.Sequential()
-    net.add_module("first", layer)
-    with pytest.raises(TypeError, match=r"first is no nn\.Linear without a bias"):
-        four_bits.use_four_bits(net, ("first",))

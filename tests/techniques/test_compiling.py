@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import logging
 import shutil
-import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,18 +36,6 @@ def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=2e-5)
 
 
-def test_without_a_compiler_the_loss_is_eager_and_says_why(monkeypatch):
-    def fails(*_):
-        raise torch._dynamo.exc.BackendCompilerFailed(
-            None, RuntimeError("no C++ compiler found"), None
-        )
-
-    compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
-    monkeypatch.setattr(compiled, "compiled", fails)
-    assert loss_and_gradient(compiled)[0] == loss_and_gradient(lab.lm_loss_sum)[0]
-    assert compiled.report.startswith("eagerly, since compiling failed: BackendCompilerFailed")
-
-
 def test_a_missing_compiler_is_what_torch_reports_so(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
     monkeypatch.setenv(
@@ -70,13 +55,6 @@ def test_what_the_model_raises_is_not_hidden():
 
     with pytest.raises(MemoryError):
         CompiledLoss(broken, "default", CPU)(lab.build_model(n_layer=1), batch())
-
-
-def test_evaluation_is_eager():
-    compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
-    compiled.compiled = None
-    with torch.no_grad():
-        assert compiled(lab.build_model(n_layer=1), batch()) > 0
 
 
 def test_a_run_records_how_it_was_compiled(runs, monkeypatch):
@@ -107,30 +85,3 @@ def test_cuda_graphs_are_left_out_where_gradients_accumulate():
         CompiledLoss(lab.lm_loss_sum, "max-autotune", cuda, True).mode
         == "max-autotune-no-cudagraphs"
     )
-
-
-def test_two_known_warnings_are_silent_and_no_others():
-    seen, logger = [], logging.getLogger("torch._inductor.utils")
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings(record=True) as raised:
-            warnings.simplefilter("always")
-            compiling.silence_known_warnings()
-            for text in (compiling.FEW_SMS, "another"):
-                logger.warning(text, extra={"min_sms": 68, "avail_sms": 24})
-            for text in (f"{compiling.TF32_IS_OFF}. Consider setting it", "another"):
-                warnings.warn(text, stacklevel=1)
-    finally:
-        logger.removeHandler(handler)
-    assert seen == ["another"] and [str(w.message) for w in raised] == ["another"]
-
-
-@pytest.mark.parametrize(
-    ("text", "module"), [(compiling.FEW_SMS, "utils"), (compiling.TF32_IS_OFF, "compile_fx")]
-)
-def test_torch_still_says_what_is_silenced(text, module):
-    """If its text changes, it is seen again."""
-    source = Path(torch.__file__).parent / "_inductor" / f"{module}.py"
-    assert text in source.read_text(encoding="utf-8")

@@ -8,7 +8,6 @@ from torch import nn
 
 import labutils as lab
 from labutils.memory.tensors import optimizer_tensors, tensor_bytes
-from labutils.techniques import optimizers
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.optimizers import (
     BLOCK,
@@ -57,16 +56,6 @@ def test_stochastic_rounding_is_right_on_average_and_never_off_by_more_than_a_st
     assert round_stochastically(patterns.view(torch.float32).repeat(1000)).isnan().all()
 
 
-def test_a_small_update_survives_by_chance_only():
-    torch.manual_seed(0)
-    nearest = by_chance = torch.ones(10_000, dtype=torch.bfloat16)
-    for _ in range(100):
-        nearest = (nearest.float() - 1e-4).bfloat16()
-        by_chance = round_stochastically(by_chance.float() - 1e-4)
-    assert nearest.eq(1).all()
-    assert by_chance.float().mean().item() == pytest.approx(0.99, abs=5e-4)
-
-
 def quantized(x: torch.Tensor, kind: tuple) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scale = torch.zeros(x.shape, dtype=kind[0]), torch.zeros(len(x), 1)
     quantize(x.clone(), codes, scale, kind)
@@ -88,17 +77,6 @@ def test_codes_come_back_within_one_code(kind):
     assert (before - after).abs().max() < 1.001
     if kind is FIRST_MOMENT:
         assert torch.equal(codes.sign()[codes != 0], x.sign()[codes != 0])
-
-
-def test_codes_are_right_on_average():
-    """Rounded by chance, the coded roots have the right mean, to five standard errors."""
-    torch.manual_seed(0)
-    x = torch.full((1000, BLOCK), 0.3)
-    x[:, 0] = 1.0
-    codes, _ = quantized(x, FIRST_MOMENT)
-    assert codes[:, 1:].float().mean().item() == pytest.approx(
-        127 * 0.3**0.5, abs=5 * 0.5 / 255_000**0.5
-    )
 
 
 def test_what_is_divided_by_never_becomes_zero():
@@ -155,22 +133,6 @@ def test_weights_of_other_dtypes_move_too(dtype):
     assert p.dtype == dtype and p.float().mean().item() == pytest.approx(0.9, abs=1e-3)
 
 
-def test_a_16_bit_second_moment_follows_slow_changes():
-    """beta 0.999 moves it by a thousandth a step, half of what rounding to nearest would notice."""
-    torch.manual_seed(0)
-    p = nn.Parameter(torch.zeros(20_000))
-    optimizer = LowBitAdamW([p], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, bits=16)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.state[p]["exp_avg_sq"].fill_(1.0)
-    p.grad = torch.zeros_like(p)
-    for _ in range(100):
-        optimizer.step()
-    assert optimizer.state[p]["exp_avg_sq"].float().mean().item() == pytest.approx(
-        0.999**100, rel=0.01
-    )
-
-
 @pytest.mark.parametrize("bits", [8, 16])
 def test_state_is_loaded_as_it_was_saved(bits):
     p = nn.Parameter(torch.ones(1000))
@@ -186,23 +148,6 @@ def test_state_is_loaded_as_it_was_saved(bits):
             if key != "step"
             else other == value
         )
-
-
-def test_slabs_do_not_change_what_is_computed(monkeypatch):
-    """Each slab draws its own random numbers; what they round is the same."""
-    found = []
-    for slab in (1 << 22, 4 * BLOCK):
-        monkeypatch.setattr(optimizers, "NUMBERS_AT_ONCE", slab)
-        p = nn.Parameter(torch.linspace(-1, 1, 10 * BLOCK + 3))
-        optimizer = LowBitAdamW([p], lr=0.1, weight_decay=0.0, bits=8)
-        p.grad = torch.linspace(1, -1, len(p))
-        torch.manual_seed(0)
-        optimizer.step()
-        found.append(p.detach())
-        codes, scales = (optimizer.state[p][key] for key in ("exp_avg", "scale"))
-        first = dequantize(codes, scales, FIRST_MOMENT).view(-1)[: len(p)]
-        torch.testing.assert_close(first, 0.1 * p.grad, rtol=0.1, atol=1e-4)
-    torch.testing.assert_close(found[0], found[1])
 
 
 def test_the_state_has_the_bytes_it_promises():
@@ -323,13 +268,8 @@ def test_the_leanest_recipe_learns_as_float32_does(runs):
     """
     calm = {**SMALL, **LEAN, "seed": 4}
     usual = lab.run_experiment(lab.load_config("fp32", **calm), progress=False)
-    for name in (
-        "8 bits",
-        "in backward",
-        *(["everything"] if not lab.support("pure_bf16", CPU).slow else []),
-    ):
+    names = ["8 bits"] if lab.support("pure_bf16", CPU).slow else ["8 bits", "everything"]
+    for name in names:
         lean = lab.run_experiment(lab.load_config("fp32", **calm, **CASES[name]), progress=False)
         assert usual.series.loss[0] - usual.series.loss[-1] > 1
         assert lean.held_out[-1][1] == pytest.approx(usual.held_out[-1][1], abs=0.02)
-        if name == "in backward":
-            assert lean.series.loss == pytest.approx(usual.series.loss, rel=1e-5)

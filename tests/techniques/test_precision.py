@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import torch
 
 import labutils as lab
 from labutils.config.card import Card, Gpu, PrecisionUnsupported
-from labutils.config.choices import PRECISIONS, SIXTEEN_BIT
+from labutils.config.choices import PRECISIONS
 from labutils.config.resolve import fewer_steps, precision_on, resolve
 from labutils.machine import here
 from labutils.machine.here import matmul_rate
@@ -113,11 +112,10 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ["16bit", "FP16", "half", ""])
 @pytest.mark.parametrize("ask", ASKED.values(), ids=list(ASKED))
-def test_what_is_no_precision_is_refused_with_the_choices(ask, name):
+def test_what_is_no_precision_is_refused_with_the_choices(ask):
     with pytest.raises(ValueError, match="fp32, tf32, fp16, bf16, pure_bf16"):
-        ask(name)
+        ask("half")
 
 
 def test_16bit_is_no_precision_until_a_card_decides():
@@ -129,22 +127,9 @@ def test_16bit_is_no_precision_until_a_card_decides():
         precision_on("half", gpu((8, 0)))
 
 
-def test_configs_know_the_same_precisions():
-    choices = set(lab.Config.model_fields["precision"].annotation.__args__)
-    assert choices == {*PRECISIONS, SIXTEEN_BIT.name}
-
-
 def test_only_fp16_is_scaled():
     scaled = {p for p in PRECISIONS if precision.grad_scaler(p, CPU).is_enabled()}
     assert scaled == {"fp16"}
-
-
-def test_probing_leaves_the_random_numbers_of_training_alone():
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    matmul_rate(torch.bfloat16, CPU, 8)
-    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +161,6 @@ def test_peak_rate_says_where_it_is_from():
     rate, source = peak_rate("fp32", CPU)
     assert rate > 1e8
     assert "measured here" in source
-
-
-def test_a_multiplication_and_an_addition_are_two_operations(monkeypatch):
-    monkeypatch.setattr(
-        here, "_processor_seconds", itertools.count().__next__
-    )  # every product takes one second
-    assert matmul_rate(torch.float32, CPU, 8) == 2 * 8**3 * torch.get_num_threads()
 
 
 @pytest.mark.parametrize("failing", [False, True])

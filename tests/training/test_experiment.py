@@ -9,7 +9,6 @@ import torch
 
 import labutils as lab
 from labutils.config import reader
-from labutils.config.choices import CHECKPOINTING
 from labutils.machine import here
 from labutils.training import experiment, experiments
 from labutils.training.experiment import run_experiment
@@ -105,18 +104,6 @@ def test_run_equals_the_loop_written_out(runs):
     assert record.corpus == corpus.digest
 
 
-def test_pure_bf16_has_bf16_weights_and_moments(calls):
-    record = run("fp32", precision="pure_bf16")
-    model, _, _, optimizer = calls["train"][0]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert record.memory.phases["forward"]["parameters"] == 2 * sum(
-        p.numel() for p in model.parameters()
-    )
-    assert {t.dtype for s in optimizer.state.values() for k, t in s.items() if k != "step"} == {
-        torch.bfloat16
-    }
-
-
 def test_held_out_text_is_not_trained_on_and_does_not_depend_on_the_batch():
     found = []
     for size in (2, 4):
@@ -145,14 +132,6 @@ def test_timing_leaves_the_first_steps_out_and_counts_tokens(runs):
     assert record.timing.tokens_per_s == pytest.approx(64 / record.timing.median_step_ms * 1000)
 
 
-def test_epochs_count_micro_batches(runs):
-    record = run()
-    config = lab.load_config("fp32", **TINY).on("cpu")
-    corpus = build_data(config).corpus
-    train, _ = corpus.split(16)
-    assert record.epochs == pytest.approx(3 * 2 / (len(train) // 2))
-
-
 def test_baseline_runs_twice_and_others_once(runs):
     records = lab.run_experiments([], progress=False)
     assert records == []
@@ -170,15 +149,6 @@ def test_baseline_runs_twice_and_others_once(runs):
     assert made == [("fp32_config", 0), ("fp32_config", 1), ("optimized_config", 0)]
 
 
-def test_an_ordinary_error_is_not_called_out_of_memory(runs, monkeypatch):
-    def fail(*_args, **_kwargs):
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    monkeypatch.setattr(experiment, "train", fail)
-    with pytest.raises(RuntimeError, match="mat1"):
-        run()
-
-
 def test_running_out_of_memory_while_measuring_keeps_the_training(runs, monkeypatch):
     def fail(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -191,44 +161,20 @@ def test_running_out_of_memory_while_measuring_keeps_the_training(runs, monkeypa
 
 # beside the optimizers: whatever registers hooks, keeps tensors aside or replaces parts of the
 # model
+# One micro-batch and no clipping: a step in backward allows it.
+ALONE = {"tokens_per_step": 32, "max_grad_norm": 0.0}
+LEAN = {"gradient_checkpointing": "block", "loss_chunk_tokens": 8, "optimizer_in_backward": True}
 SWITCHES = [
-    *({"precision": name} for name in ("fp16", "bf16", "pure_bf16")),
-    *({"gradient_checkpointing": policy} for policy in CHECKPOINTING),
-    *({"attention": kernel, "dropout": 0.0} for kernel in ("eager", "sdpa", "math", "flash")),
-    {"loss_chunk_tokens": 8},
-    {"use_cache": True},
-    {"pad_vocab": True},
-    {"save_every": 1},
-    {"eval_every": 1},
-    {"max_grad_norm": 1.0},
+    {"precision": "fp16", "save_every": 1, "eval_every": 1, "max_grad_norm": 1.0},
+    {"optimizer": "adamw_8bit", **LEAN},
+    {"gradient_checkpointing": "offload"},
     pytest.param({"compile": "default"}, marks=slow),
 ]
-ALONE = {
-    "tokens_per_step": 32,
-    "max_grad_norm": 0.0,
-}  # one micro-batch, no clipping: a step in backward allows it
-LEAN = {"gradient_checkpointing": "block", "loss_chunk_tokens": 8, "optimizer_in_backward": True}
-OPTIMIZERS = [
-    {"optimizer": name, "optimizer_in_backward": inside}
-    for name in ("adamw", "adamw_bf16", "adamw_8bit", "sgd")
-    for inside in (False, True)
-]
 
 
-@pytest.mark.parametrize("changes", [*OPTIMIZERS, LEAN, *SWITCHES], ids=str)
+@pytest.mark.parametrize("changes", SWITCHES, ids=str)
 def test_nothing_of_the_model_outlives_its_run(changes, runs, monkeypatch):
     assert left_alive_by(run, monkeypatch, **(ALONE | changes)) == 0
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_nothing_of_the_model_outlives_a_run_that_ends_early(error, runs, monkeypatch):
-    """The error's traceback has the frames in which the model lived."""
-
-    def stop(*_args, **_kwargs):
-        raise error("CUDA out of memory.")
-
-    monkeypatch.setattr(experiment, "measure_step", stop)
-    assert left_alive_by(run, monkeypatch, **ALONE, optimizer_in_backward=True) == 0
 
 
 def left_alive_by(call, monkeypatch, **changes):

@@ -42,29 +42,6 @@ def test_a_module_that_is_not_gpt_trains():
     assert record.series.loss[-1] < 0.8 * record.series.loss[0]
 
 
-@pytest.mark.parametrize("sizes", [(6, 6, 6, 6), (1, 11, 2, 10)])
-def test_accumulated_gradients_equal_full_batch(sizes):
-    full = regression_batches(1, size=24)[0]
-    parts, start = [], 0
-    for size in sizes:
-        parts.append({key: value[start : start + size] for key, value in full.items()})
-        start += size
-    results = []
-    for batches, accumulate in (([full], 1), (parts, 4)):
-        model = two_layers()
-        record = train(
-            model,
-            batches,
-            optimizer=sgd(model),
-            steps=1,
-            grad_accum_steps=accumulate,
-            max_grad_norm=1e9,
-        )
-        results.append((flat(model), record.series.loss[0], record.series.grad_norm[0]))
-    assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
-    assert results[0][1:] == pytest.approx(results[1][1:], rel=1e-5)
-
-
 def test_one_seed_gives_identical_losses_twice():
     series = []
     for _ in range(2):
@@ -134,21 +111,6 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     assert scaler.get_scale() == 2.0**15
 
 
-def test_skips_and_scales_of_a_run_are_recorded():
-    model = two_layers()
-    scaler = grad_scaler("fp16", CPU, init_scale=2.0**24, growth_interval=3)
-    batches = regression_batches(20)
-    record = train(
-        model, batches, optimizer=sgd(model, 1e-3), steps=20, precision="fp16", scaler=scaler
-    )
-    scales = record.series.loss_scale
-    for before, after, skipped in zip(
-        scales, [*scales[1:], scaler.get_scale()], record.series.skipped, strict=True
-    ):
-        assert (after == before / 2) if skipped else after in (before, 2 * before)
-    assert any(record.series.skipped) and not all(record.series.skipped)
-
-
 def test_lasting_non_finite_losses_stop_the_run_and_keep_the_record():
     model = two_layers()
     good, bad = regression_batches(2)
@@ -158,16 +120,6 @@ def test_lasting_non_finite_losses_stop_the_run_and_keep_the_record():
     assert len(record.series.loss) == 7
     assert "since step 3" in record.reason
     assert "learning_rate" in record.reason
-
-
-def test_a_single_nan_does_not_stop_an_fp16_run():
-    model = two_layers()
-    good, bad = regression_batches(2)
-    bad["x"] = bad["x"] * math.nan
-    record = train(model, [good, bad, good, good], optimizer=sgd(model), steps=4, precision="fp16")
-    assert record.outcome == "completed"
-    assert record.series.skipped[1]
-    assert flat(model).isfinite().all()
 
 
 def test_ctrl_c_returns_the_partial_record():
@@ -218,33 +170,6 @@ def test_unsupported_precision_is_refused_before_any_work():
         train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision="tf32")
 
 
-def test_late_nans_are_noticed_and_the_streak_is_dated():
-    model = two_layers()
-    good, bad = regression_batches(2)
-    bad["x"] = bad["x"] * math.nan
-    batches = [good, bad, *[good] * 3, *[bad] * 5]
-    record = train(model, batches, optimizer=sgd(model, 0.0), steps=10, precision="fp16")
-    assert record.outcome == "non_finite"
-    assert "since step 6" in record.reason
-
-
-def test_ctrl_c_in_the_evaluation_loses_nothing_and_leaves_training_mode():
-    class Interrupting(list):
-        def __iter__(self):
-            raise KeyboardInterrupt
-
-    model = two_layers()
-    record = train(
-        model,
-        regression_batches(3),
-        optimizer=sgd(model),
-        steps=3,
-        held_out=Interrupting(regression_batches(1)),
-    )
-    assert (record.outcome, len(record.series.loss)) == ("interrupted", 3)
-    assert model.training
-
-
 def test_training_and_evaluation_run_in_the_precision_asked_for(monkeypatch):
     model, dtypes = two_layers().eval(), []
     model[0].register_forward_hook(
@@ -264,16 +189,6 @@ def test_training_and_evaluation_run_in_the_precision_asked_for(monkeypatch):
     )
     assert dtypes == [(True, torch.bfloat16), (False, torch.bfloat16)]
     assert settings == [False]
-
-
-def test_autocast_is_over_before_backward():
-    """Backward runs in the dtypes that the forward pass chose; torch advises against autocast
-    around it.
-    """
-    model, inside = two_layers(), []
-    model[0].weight.register_hook(lambda _: inside.append(torch.is_autocast_enabled("cpu")))
-    train(model, regression_batches(1), optimizer=sgd(model), steps=1, precision="bf16")
-    assert inside == [False]
 
 
 def test_no_graph_outlives_its_micro_batch():
@@ -304,33 +219,6 @@ def test_no_graph_outlives_its_micro_batch():
         grad_accum_steps=3,
     )
     assert alive == [0] * 6
-
-
-def test_scaled_and_unscaled_fp16_training_agree_where_little_underflows():
-    results = []
-    for scaler in (
-        torch.amp.GradScaler("cpu", enabled=False),
-        grad_scaler("fp16", CPU, init_scale=2.0**8),
-    ):
-        model = two_layers()
-        train(
-            model,
-            regression_batches(5),
-            optimizer=sgd(model),
-            steps=5,
-            precision="fp16",
-            scaler=scaler,
-        )
-        results.append(flat(model))
-    assert torch.allclose(
-        *results, atol=1e-4
-    )  # subnormal gradients of the unscaled run keep fewer bits
-
-
-def test_records_of_plain_training_count_their_targets():
-    model = two_layers()
-    record = train(model, regression_batches(2, size=6), optimizer=sgd(model), steps=2)
-    assert record.tokens == 12
 
 
 def test_schedule_warms_up_then_falls_to_a_tenth():

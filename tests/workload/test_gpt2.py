@@ -6,9 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 import pytest
 import torch
@@ -35,12 +32,6 @@ def test_sizes_have_gpt2s_parameter_counts(name, millions):
     assert sum(sizes.values()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
-def test_model_is_in_training_mode_with_tied_embeddings():
-    model = lab.build_model()
-    assert model.training
-    assert model.lm_head.weight is model.transformer.wte.weight
-
-
 def test_one_seed_gives_one_model():
     a, b, c = (lab.build_model(seed=s).transformer.h[0].attn.c_attn.weight for s in (0, 0, 1))
     assert torch.equal(a, b)
@@ -57,15 +48,6 @@ def test_lm_loss_is_hugging_faces_loss():
     assert lab.count_targets(batch) == 4 + 15
 
 
-def test_tanh_gelu_is_the_same_function():
-    ids = torch.randint(0, 2048, (2, 16))
-    a, b = (
-        lab.build_model(activation=name).eval()(input_ids=ids).logits
-        for name in ("gelu_new", "gelu_tanh")
-    )
-    assert torch.allclose(a, b, atol=1e-5)
-
-
 def gradients(model, loss_fn, batch):
     model.zero_grad()
     torch.manual_seed(1)  # the same dropout masks
@@ -74,8 +56,7 @@ def gradients(model, loss_fn, batch):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("chunk_tokens", "name"), [(7, "fp32"), (64, "bf16"), (1, "fp16")])
 def test_chunked_loss_leaves_loss_and_gradients_unchanged(chunk_tokens, name):
     model = lab.build_model()
     ids = torch.randint(0, 2048, (2, 16))
@@ -164,13 +145,12 @@ def hugging_faces_switch(model):
     switch({"use_reentrant": False})
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_block_is_hugging_faces_own_switch(eager):
+def test_block_is_hugging_faces_own_switch():
     ids = torch.randint(0, 2048, (2, 16))
     batch = {"input_ids": ids, "labels": ids}
-    theirs = lab.build_model(attention="eager" if eager else "auto")
+    theirs = lab.build_model()
     hugging_faces_switch(theirs)
-    ours = lab.build_model(attention="eager" if eager else "auto", gradient_checkpointing="block")
+    ours = lab.build_model(gradient_checkpointing="block")
     (loss, gradient), (expected_loss, expected) = (
         gradients(m, lab.lm_loss_sum, batch) for m in (ours, theirs)
     )
@@ -211,10 +191,12 @@ SWITCHES = [
 ]
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+# Each switch with one kind of padding; all three kinds occur with each kind of switch.
 @pytest.mark.parametrize(
-    "padded", ["", "right", "left"]
-)  # causal attention never reads padding on the right
+    ("switches", "padded"),
+    [(switches, ("", "right", "left")[i % 3]) for i, switches in enumerate(SWITCHES)],
+    ids=str,
+)
 def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -257,8 +239,7 @@ def test_each_switch_gives_hugging_faces_own_loss_and_gradients(switches, padded
         )  # float32 sums in another order
 
 
-@pytest.mark.parametrize("chunk_tokens", [0, 16])
-def test_a_pass_reads_no_number_back_from_the_device(chunk_tokens):
+def test_a_pass_reads_no_number_back_from_the_device():
     """On CUDA each such read makes the CPU wait; transformers' own attention does one, so the test
     can fail.
     """
@@ -276,26 +257,11 @@ def test_a_pass_reads_no_number_back_from_the_device(chunk_tokens):
         model = lab.build_model(attention=kind)
         batch = dict.fromkeys(("input_ids", "labels"), torch.ones(2, 16, dtype=torch.int64))
         with Reads() as mode:
-            lab.lm_loss_sum(model, batch, chunk_tokens).backward()
+            lab.lm_loss_sum(model, batch, chunk_tokens=16).backward()
         return mode.count
 
     assert reads("auto") == 0
     assert reads("sdpa") > 0
-
-
-def test_attention_kinds_are_really_different_kernels():
-    """The switch is not a name only: eager keeps (T, T) matrices for backward, flash none."""
-
-    def largest_kept(kind: str) -> int:
-        model, kept = lab.build_model(dropout=0.0, attention=kind), []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: kept.append(tuple(t.shape[-2:])) or t, lambda t: t
-        ):
-            model.base_model(torch.zeros(1, 48, dtype=torch.int64))
-        return (48, 48) in kept
-
-    assert largest_kept("eager") and largest_kept("math")
-    assert not largest_kept("flash")
 
 
 def test_padded_vocabulary_is_a_multiple_of_64_and_hardly_moves_the_loss():
@@ -345,52 +311,6 @@ def test_pretrained_without_a_hub_says_so_before_anything_is_loaded(endpoint, tm
     assert "HF_HOME" in answer.stdout
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A model hub in the state that the asked repository is named after."""
-
-    asked: ClassVar[list[str]] = []
-    answered: ClassVar[list[str]] = []
-    test_is_over = threading.Event()
-
-    def do_HEAD(self):
-        mood = self.path.split("/")[2]
-        self.asked.append(mood)
-        if mood == "slow":
-            self.test_is_over.wait(60)
-        self.answered.append(mood)
-        self.send_response(int(mood) if mood.isdigit() else 200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_):
-        """Say nothing."""
-
-
-def test_a_hub_that_refuses_or_is_slow_is_asked_once_and_not_waited_for(tmp_path):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    code = (
-        "from labutils.workload import gpt2 as m\n"
-        "for mood in ('429', '500', '401', '404', 'slow'):\n"
-        "    try: m._require_hub_or_cache(mood, 'model.safetensors')\n"
-        "    except m.WeightsUnavailable as e: assert 'weights: random' in str(e), e\n"
-        "    else: raise SystemExit(mood)"
-    )
-    environment = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path),
-    }
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=REPO
-    )
-    asked, answered = [*Hub.asked], [*Hub.answered]
-    Hub.test_is_over.set()
-    server.shutdown()
-    assert answer.returncode == 0, answer.stderr
-    assert asked == ["429", "500", "401", "404", "slow"]
-    assert answered == asked[:-1]
-
-
 def test_cached_pretrained_weights_load_in_training_mode(tmp_path):
     """The real loading code reads it."""
     saved = fill_hub_cache(tmp_path)
@@ -411,11 +331,6 @@ def test_cached_pretrained_weights_load_in_training_mode(tmp_path):
     assert float(total) == pytest.approx(saved.transformer.wpe.weight.sum().item(), abs=1e-3)
 
 
-def test_every_advertised_name_exists():
-    for name in lab.__all__:
-        assert getattr(lab, name) is not None
-
-
 def test_building_and_running_says_nothing_on_stderr():
     code = "import labutils as lab, torch; x = torch.zeros(1, 4).long(); lab.build_model()(input_ids=x, labels=x)"
     answer = subprocess.run(
@@ -423,11 +338,6 @@ def test_building_and_running_says_nothing_on_stderr():
     )
     assert answer.returncode == 0
     assert answer.stderr == ""
-
-
-def test_import_costs_nothing():
-    code = "import sys, labutils; assert not {'torch', 'pandas', 'matplotlib', 'pydantic'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 
 def test_units_group_so_many_blocks_and_run_each_twice():
@@ -467,8 +377,7 @@ def bytes_kept(policy: str) -> int:
     return found.phases["loss"]["activations"]
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_padded_prompts_are_continued_as_hugging_face_does(use_cache):
+def test_padded_prompts_are_continued_as_hugging_face_does():
     ids = torch.randint(1, 2048, (2, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
     answers = []
@@ -478,7 +387,6 @@ def test_padded_prompts_are_continued_as_hugging_face_does(use_cache):
             "max_new_tokens": 4,
             "do_sample": False,
             "pad_token_id": 0,
-            "use_cache": use_cache,
         }
         answers.append(model.generate(input_ids=ids, attention_mask=mask, **options))
     assert torch.equal(*answers)

@@ -12,13 +12,12 @@ from labutils.config.choices import COMPILE_MODES, PRECISIONS
 from labutils.config.reader import load_config
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config, ConfigError
-from labutils.files import new_id
+from labutils.files import code_version, new_id
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.memory.device_memory import free_memory
 from labutils.techniques.precision import tf32
-from labutils.training import distributed
-from labutils.training.code_version import code_version
+from labutils.training import accelerated
 from labutils.training.engines import with_accelerate, with_fabric, with_trainer
 from labutils.training.engines.parts import Parts, require
 from labutils.training.loop import evaluate
@@ -81,7 +80,7 @@ def _planned(config, run, device, data, repeat, engine, package) -> RunRecord:
     version = f"{engine} ({package} {require(package).__version__})"
     name = f"{config.name}_{engine}"
     environment = planned.environment | {"engine": version}
-    changed = {"name": name, "environment": environment, "code": code_version("engines/run.py")}
+    changed = {"name": name, "environment": environment, "code": code_version()}
     return planned.model_copy(update=changed)
 
 
@@ -134,7 +133,7 @@ def _for_engine(config: Config, engine: str, progress: bool) -> Config:
     ]
     if found:
         raise ConfigError(f"{config.name}: --engine {engine} does not take {', '.join(found)}")
-    if distributed.world_size() > 1:
+    if accelerated.world_size() > 1:
         raise ConfigError(f"{config.name}: --engine {engine} trains in a single process only")
     clips = config.max_grad_norm > 0 and PRECISIONS[config.precision].loss_scale
     if engine == "fabric" and clips and config.optimizer_impl == "fused":

@@ -1,0 +1,210 @@
+"""A run that was stopped and continued ends exactly where an undisturbed one does."""
+
+from __future__ import annotations
+
+import io
+import math
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils.cli import main
+from labutils.techniques.schedule import learning_rate_at
+from labutils.training import planned, resume
+from labutils.training.records import RecordError
+from tests.helpers import CPU
+
+SMALL = {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 8}
+SMALL |= {"dropout": 0.1, "lr_warmup_steps": 2, "eval_every": 3, "save_every": 2, "name": "short"}
+TINY = {"seq_len": 8, "micro_batch_size": 1, "tokens_per_step": 16}  # 16 bits are slow on most CPUs
+IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0, "tokens_per_step": 32}
+# overflows at first, then grows
+SCALED = {"precision": "fp16", "init_scale": 2.0**40, "growth_interval": 2, **TINY}
+
+
+def start(*, resume=False, **changes):
+    config = lab.load_config("fp32", **(SMALL | changes))
+    return lab.run_experiment(config, device=CPU, progress=False, rerun=True, resume=resume)
+
+
+def stop_at(monkeypatch, step):
+    """Let runs stop before a step; return what lets them go on."""
+
+    def stopping(now, **schedule):
+        if now == step:
+            raise KeyboardInterrupt
+        return learning_rate_at(now, **schedule)
+
+    monkeypatch.setattr(planned, "learning_rate_at", stopping)
+    return lambda: monkeypatch.setattr(planned, "learning_rate_at", learning_rate_at)
+
+
+@pytest.fixture
+def state(runs, monkeypatch) -> Path:
+    """The file of a run that was stopped after step 5; its last state is that of step 4."""
+    go_on = stop_at(monkeypatch, 5)
+    start()
+    go_on()
+    return runs / "short-0.state"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, SCALED, {"optimizer": "adamw_8bit", **IN_BACKWARD}, {"gradient_checkpointing": "block"}],
+    ids=["fp32", "fp16", "8-bit moments in backward", "recomputed"],
+)
+def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
+    whole = start(**changes)
+    assert not list(runs.glob("*.state"))
+    go_on = stop_at(monkeypatch, 5)
+    part = start(**changes)
+    assert part.outcome == "interrupted" and len(part.series.loss) == 5
+    go_on()
+    torch.manual_seed(99)  # the new process is anywhere
+    continued = start(resume=True, **changes)
+    assert continued.environment["resumed"] == "after step 4"
+    assert continued.experiment == whole.experiment
+    for key in ("loss", "learning_rate", "loss_scale", "skipped"):
+        assert getattr(continued.series, key) == getattr(whole.series, key)
+    assert str(continued.series.grad_norm) == str(whole.series.grad_norm)  # NaN without clipping
+    assert continued.held_out == whole.held_out and len(whole.held_out) == 3
+    assert len(continued.series.step_ms) == 8 and continued.epochs == whole.epochs
+    assert not list(runs.glob("*.state"))
+    if changes.get("precision") == "fp16":
+        assert any(whole.series.skipped) and len(set(whole.series.loss_scale)) > 2
+
+
+def train_slowly(folder: str) -> None:
+    os.environ["LABUTILS_RUNS"] = folder
+
+    def slow(step, **schedule):
+        time.sleep(0.05)
+        return learning_rate_at(step, **schedule)
+
+    planned.learning_rate_at = slow
+    start()
+
+
+def test_a_killed_run_continues(runs):
+    whole = start()
+    child = multiprocessing.get_context("spawn").Process(target=train_slowly, args=(str(runs),))
+    child.start()
+    deadline = time.monotonic() + 120
+    while not list(runs.glob("*.state")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.kill()
+    child.join()
+    continued = start(resume=True)
+    assert continued.environment["resumed"].startswith("after step ")
+    assert continued.series.loss == whole.series.loss and continued.held_out == whole.held_out
+
+
+def test_ctrl_c_while_a_state_is_written_ends_the_run(runs, monkeypatch):
+    """torch makes a RuntimeError of what its file object raises."""
+
+    class Interrupted(io.BytesIO):
+        written = 0
+
+        def write(self, content):
+            self.written += 1
+            if self.written == 3:  # later than torch's first bytes: there it hides it
+                raise KeyboardInterrupt
+            return super().write(content)
+
+    real = torch.save
+    monkeypatch.setattr(resume.torch, "save", lambda state, _: real(state, Interrupted()))
+    record = start()
+    assert (record.outcome, len(record.series.loss)) == ("interrupted", 2)
+
+
+def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
+    def rate(step, **schedule):
+        return learning_rate_at(step, **schedule) if step < 2 else math.nan
+
+    monkeypatch.setattr(planned, "learning_rate_at", rate)
+    assert start().outcome == "non_finite"
+    assert torch.load(runs / "short-0.state", weights_only=True)["done"] == 2
+
+
+def test_an_unfinished_run_is_listed(state, capsys):
+    assert main(["runs"]) == 0
+    assert "unfinished, or still running: short" in capsys.readouterr().out
+
+
+def test_nothing_to_continue_begins(runs):
+    record = start(resume=True)
+    assert record.outcome == "completed" and "resumed" not in record.environment
+
+
+def test_a_state_of_another_experiment_is_refused(state):
+    what = r"is of another experiment: learning_rate was 0.002, now 0.0001\. Put"
+    with pytest.raises(RecordError, match=what):
+        start(resume=True, learning_rate=1e-4)
+    unsaved = start(resume=True, save_every=0)  # which changes no result
+    assert unsaved.environment["resumed"] == "after step 4"
+
+
+def test_a_state_of_another_code_version_is_refused(state, monkeypatch):
+    monkeypatch.setattr(planned, "code_version", lambda: "another")
+    with pytest.raises(RecordError, match=r"code was .*, now another"):
+        start(resume=True)
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_damaged_state_is_refused_and_runs_no_code(state, tmp_path):
+    marker = tmp_path / "executed"
+    content = torch.load(state, weights_only=True)
+    torch.save({**content, "parts": Payload(marker)}, state)
+    with pytest.raises(RecordError, match=r"short-0\.state cannot be continued"):
+        start(resume=True)
+    assert not marker.exists()
+    torch.save({**content, "parts": {**content["parts"], "model": {}}}, state)
+    with pytest.raises(RecordError, match=r"short-0\.state cannot be continued"):
+        start(resume=True)
+
+
+def test_too_little_memory_does_not_make_a_state_a_damaged_one(state, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", full)
+    record = start(resume=True)
+    assert record.outcome == "out_of_memory" and state.exists()
+
+
+def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys):
+    resource = pytest.importorskip("resource")  # not on Windows
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill(step, **schedule):
+        if step == 7:
+            raise KeyboardInterrupt
+        is_full = 2 < step < 7
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if is_full else limits[0], limits[1]))
+        return learning_rate_at(step, **schedule)
+
+    monkeypatch.setattr(planned, "learning_rate_at", fill)
+    try:
+        record = start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(record.series.loss) == 7
+    printed = capsys.readouterr().out
+    assert "state of step 4 NOT SAVED" in printed and "the run goes on" in printed
+    monkeypatch.setattr(planned, "learning_rate_at", learning_rate_at)
+    assert start(resume=True).environment["resumed"] == "after step 2"
