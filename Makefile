@@ -4,7 +4,7 @@
 # make mutants:   200 small faults, one at a time: which does no test notice? 90 minutes.
 # make readme:    copy the README's figure out of notebook 01, as committed.
 # make bench:     several ways to train the same tokens, in turns.
-# make records:   the CSVs of long runs in labutils/reference/, on any machine; most of an hour.
+# make records:   the CSVs of long runs in labutils/reference/, on any machine; hours.
 # make exhibits:  what the tables of the exhibits lack, on any machine. It can be stopped and
 #                 continued. After a change of the prediction: make exhibits AGAIN=--again.
 # make gpu:       on a machine with an NVIDIA GPU: its tests, the notebooks, and what they and the

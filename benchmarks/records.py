@@ -2,11 +2,13 @@
 
 Each is a CSV in labutils/reference/, below lines that say what it was made with.
 
-convergence: four arms with eight seeds each, and the batch of 32 at once, on the same tokens: about
+convergence: four arms with ten seeds each, and the batch of 32 at once, on the same tokens: about
 twenty minutes on one thread of a CPU. rates: batches of 8 and of 32 at every rate of
 `convergence.RATES`, with seed 0. Held-out losses are on all held-out text.
-stability: five arms at three rates with eight seeds each: about 15 minutes on one thread, most of
-them in FP16. Each of its runs is kept in runs/ when it ends, so it continues where it was stopped.
+stability: six arms at three rates with ten seeds each, a decaying rate and torch's own growth
+interval: one to three hours on one thread, most of them in FP16. Each of its runs is kept in runs/
+when it ends, so it continues where it was stopped. The record that ships is an older one, with five
+arms, eight seeds, a constant rate and a growth interval of 8.
 """
 
 from __future__ import annotations
@@ -14,29 +16,28 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import torch
 from tqdm import tqdm
 
+from labutils.config.reader import load_config
 from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir, write_atomically
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
-from labutils.techniques.loss import count_targets
-from labutils.training import convergence, stability
+from labutils.training import convergence
+from labutils.training.loop import train
+from labutils.training.planned import rate_of
 from labutils.training.records import RunRecord
-from labutils.workload.build import build_corpus
+from labutils.workload.build import build_corpus, build_data, build_workload
 
-SEEDS, TOKENS, EVERY_TOKENS = 8, 98_304, 8_192
-Plan = list[tuple[str, int, dict[str, object]]]  # (arm, seed, changes of its config)
-TARGETS = {
-    "convergence": convergence.RECORD,
-    "rates": convergence.RATES_RECORD,
-    "stability": stability.RECORD,
-}
+SEEDS, TOKENS, EVERY_TOKENS = 10, 98_304, 8_192
+FILES = {"convergence": "convergence", "rates": "convergence_rates", "stability": "stability"}
 RULES = {
     "convergence": "rate times the square root of (batch / 8); constant after 2048 tokens",
     "rates": "the same rates for both batches, seed 0; constant after 2048 tokens",
@@ -62,28 +63,23 @@ def text_of(facts: dict[str, str], rows: pd.DataFrame) -> str:
 # ---- Convergence
 
 
-def plan_of(what: str, seeds: int) -> Plan:
-    """Return every run of the record: all arms, or, for `rates`, two batches at every rate."""
-    plan: Plan = []
+def plan_of(what: str, seeds: int) -> list[tuple[str, int, dict[str, object]]]:
+    """Return every run of the record: (arm, seed, changes of its config).
+
+    All arms, or, for `rates`, two batches at every rate.
+    """
     if what == "rates":
-        for arm in ("batch_8", "batch_32"):
-            plan += [(arm, 0, {"learning_rate": rate}) for rate in convergence.RATES]
-        return plan
-    for seed in range(seeds):
-        plan += [(arm, seed, {}) for arm in convergence.ARMS]
-        plan.append((convergence.IDENTICAL[1], seed, {}))
-    return plan
+        pairs = itertools.product(("batch_8", "batch_32"), convergence.RATES)
+        return [(arm, 0, {"learning_rate": rate}) for arm, rate in pairs]
+    arms = [*convergence.ARMS, convergence.IDENTICAL[1]]
+    return [(arm, seed, {}) for seed, arm in itertools.product(range(seeds), arms)]
 
 
 def held_out_rows(record: RunRecord) -> list[dict[str, object]]:
     """Return a row for each held-out loss of a run."""
     config = record.config
-    arm = {
-        "arm": record.name,
-        "sequences": config["tokens_per_step"] // convergence.SEQ_LEN,
-        "learning_rate": round(config["learning_rate"], 6),
-        "seed": config["seed"],
-    }
+    arm = {"arm": record.name, "sequences": config["tokens_per_step"] // convergence.SEQ_LEN}
+    arm |= {"learning_rate": round(config["learning_rate"], 6), "seed": config["seed"]}
     rows = []
     for steps, loss in record.held_out:
         tokens = steps * config["tokens_per_step"]
@@ -103,58 +99,92 @@ def convergence_text(what: str, options: argparse.Namespace) -> str:
     batches = convergence.held_out_batches(corpus)
     n_sequences = sum(len(batch["labels"]) for batch in batches)
     facts = facts_of(what, record.corpus) | {"rule": RULES[what]}
-    n_targets = sum(map(count_targets, batches))
+    n_targets = n_sequences * (convergence.SEQ_LEN - 1)
     facts["held-out text"] = f"all {n_sequences} held-out sequences, {n_targets} targets"
     return text_of(facts, pd.DataFrame(rows))
 
 
 # ---- Stability
 
+EVERY, WARMUP_STEPS, COLUMNS = 8, 8, ["rate", "arm", "seed", "step", "loss", "skipped"]
+STABILITY_STEPS = 192
+RATES = {"small": 1e-4, "usual": 1e-3, "far too high": 3.0}
+PURE_FP16 = "pure_fp16"  # no config's precision: FP16 weights and moments without autocast
+STABILITY_ARMS = {name: {"precision": name} for name in ("fp32", "fp16", "bf16", "pure_bf16")}
+STABILITY_ARMS["pure_bf16_sr"] = {"precision": "pure_bf16", "optimizer": "adamw_bf16"}
+STABILITY_ARMS[PURE_FP16] = {"precision": "fp32"}
+
 
 def stability_rows(rate: str, arm: str, seed: int, steps: int) -> pd.DataFrame:
-    """Return the rows of a run; one that is kept in runs/ is not trained again.
+    """Return a row after each EVERY steps of a run; one kept in runs/ is not trained again.
 
-    The name of its file has a hash of its config and of the code behind it.
+    `loss` is the mean over those steps: NaN if one was not finite, and in all rows after that.
+    `skipped` counts the scaler's skips so far. The file's name has a hash of config and code.
     """
-    config = stability.config_of(arm, rate, seed, steps).model_dump_json()
-    digest = hashlib.sha256((config + code_version()).encode()).hexdigest()[:12]
+    config = load_config("accumulation", **stability_options(rate, arm, seed, steps)).on("cpu")
+    digest = hashlib.sha256((config.model_dump_json() + code_version()).encode()).hexdigest()[:12]
     path = runs_dir() / "stability" / f"{arm}-{seed}-{digest}.csv"
     if not path.exists():
-        rows = stability.run_one(arm, rate, seed, choose_device(), steps).round({"loss": 4})
-        write_atomically(path, text_of({}, rows).encode())
+        work = build_workload(config, choose_device(), build_data(config))
+        if arm == PURE_FP16:
+            work.model.half()  # AdamW keeps these parameters; their moments are FP16, too
+        options = {"steps": steps, "precision": config.precision, "scaler": work.scaler}
+        options |= {"max_grad_norm": config.max_grad_norm, "learning_rate_at": rate_of(config)}
+        options["progress"] = False
+        record = train(work.model, work.data.batches, work.loss_fn, work.optimizer, **options)
+        rows = windows(record.series.loss, record.series.skipped, steps)
+        rows = rows.assign(rate=rate, arm=arm, seed=seed)[COLUMNS]
+        write_atomically(path, text_of({}, rows.round({"loss": 4})).encode())
     return pd.read_csv(path)
+
+
+def stability_options(rate: str, arm: str, seed: int, steps: int) -> dict[str, object]:
+    """Return the config of one run: GPT-2 nano, 4 sequences of 32 tokens a step, no dropout."""
+    options = {"name": arm, "seed": seed, "model": "gpt2-nano", "steps": steps, "dropout": 0.0}
+    options |= {"seq_len": 32, "micro_batch_size": 4, "tokens_per_step": 128}
+    options |= {"learning_rate": RATES[rate], "lr_schedule": "cosine", "growth_interval": 2000}
+    return options | {"lr_warmup_steps": WARMUP_STEPS} | STABILITY_ARMS[arm]
+
+
+def windows(losses: list[float], skipped: list[bool], steps: int) -> pd.DataFrame:
+    """Return mean loss and skips so far after each EVERY steps of a run that may have ended early."""
+    series = pd.DataFrame({"loss": losses, "skipped": skipped}).reindex(range(steps))
+    by_window = series.replace(math.inf, math.nan).groupby(series.index // EVERY)
+    means = by_window.loss.mean().where(by_window.loss.count() == EVERY)
+    skips = by_window.skipped.sum().astype(int).cumsum()
+    means = means.where(means.notna().cummin())
+    return pd.DataFrame({"step": EVERY * (means.index + 1), "loss": means, "skipped": skips})
 
 
 def stability_text(options: argparse.Namespace) -> str:
     """Train what the record of stability holds; return its text."""
-    corpus = build_corpus(stability.config_of("fp32", "usual", 0).on("cpu"))
+    first = stability_options("usual", PURE_FP16, 0, options.steps)
+    corpus = build_corpus(load_config("accumulation", **first).on("cpu"))
     facts = facts_of("stability", corpus.digest)
-    rates = ", ".join(f"{name} {rate:g}" for name, rate in stability.RATES.items())
-    facts["rates"] = f"{rates}; constant after {stability.WARMUP_STEPS} steps"
-    facts["scaler"] = f"from 65536, growth interval {stability.GROWTH_INTERVAL} steps"
-    facts["loss"] = f"mean training loss of the last {stability.EVERY} steps, nats per token"
-    plan = itertools.product(range(options.seeds), stability.RATES, stability.ARMS)
-    tables = []
-    for seed, rate, arm in tqdm(list(plan), file=sys.stderr, unit="run"):
-        tables.append(stability_rows(rate, arm, seed, options.steps))
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in RATES.items())
+    facts["rates"] = f"{rates}; {first['lr_schedule']} after {WARMUP_STEPS} steps"
+    facts["scaler"] = f"from 65536, growth interval {first['growth_interval']} steps"
+    facts["loss"] = f"mean training loss of the last {EVERY} steps, nats per token"
+    plan = list(itertools.product(range(options.seeds), RATES, STABILITY_ARMS))
+    bar = tqdm(plan, file=sys.stderr, unit="run")
+    tables = [stability_rows(rate, arm, seed, options.steps) for seed, rate, arm in bar]
     return text_of(facts, pd.concat(tables))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the records that are named."""
     parser = argparse.ArgumentParser(description="Make the records of long runs.")
-    parser.add_argument("record", nargs="+", choices=TARGETS)
+    parser.add_argument("record", nargs="+", choices=FILES)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--every-tokens", type=int, default=EVERY_TOKENS)
-    parser.add_argument("--steps", type=int, default=stability.STEPS)
+    parser.add_argument("--steps", type=int, default=STABILITY_STEPS)
     parser.add_argument("--to", type=Path, default=REFERENCE_DIR, metavar="FOLDER")
     options = parser.parse_args(arguments)
     for what in options.record:
-        is_stability = what == "stability"
-        text = stability_text(options) if is_stability else convergence_text(what, options)
-        path = options.to / TARGETS[what].name
-        write_atomically(path, text.encode())
+        make = stability_text if what == "stability" else partial(convergence_text, what)
+        path = options.to / f"{FILES[what]}.csv"
+        write_atomically(path, make(options).encode())
         print(f"wrote {path}")
 
 

@@ -57,11 +57,8 @@ from .prediction.time import predict_time as predict_time
 from .session import explain_in_notebooks as explain_in_notebooks
 from .session import setup as setup
 from .techniques import autocast_dtypes as autocast_dtypes
-from .techniques import eight_bits as eight_bits
 from .techniques import four_bits as four_bits
-from .techniques import numerics as numerics
 from .techniques import precision as precision
-from .techniques import rounding as rounding
 from .techniques.checkpointing import set_checkpointing as set_checkpointing
 from .techniques.compiling import CompiledLoss as CompiledLoss
 from .techniques.loss import count_targets as count_targets
@@ -69,7 +66,6 @@ from .techniques.loss import lm_loss_sum as lm_loss_sum
 from .techniques.optimizers import round_stochastically as round_stochastically
 from .techniques.precision import autocast as autocast
 from .techniques.precision import tf32 as tf32
-from .training import by_layer as by_layer
 from .training import capstone as capstone
 from .training import convergence as convergence
 from .training import exchange as exchange
@@ -78,8 +74,6 @@ from .training import profiles as profiles
 from .training import shapes as shapes
 from .training import sharding as sharding
 from .training import speed as speed
-from .training import stability as stability
-from .training import tasks as tasks
 from .training.alternate import alternate as alternate
 from .training.compare import compare as compare
 from .training.compare import readable as readable

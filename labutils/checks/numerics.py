@@ -1,4 +1,4 @@
-"""Exercise of further/numerics: the smallest update that a stored weight follows."""
+"""Exercise of further/rounding: the smallest update that a stored weight follows."""
 
 from __future__ import annotations
 

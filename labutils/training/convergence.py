@@ -23,8 +23,6 @@ from labutils.training.records import RunRecord
 from labutils.workload.build import build_data, build_workload
 from labutils.workload.data import Corpus
 
-RECORD = REFERENCE_DIR / "convergence.csv"
-RATES_RECORD = REFERENCE_DIR / "convergence_rates.csv"
 SMALL, SEQ_LEN, WARMUP_TOKENS = "batch_8", 32, 2048
 WORTH_TELLING = 0.02  # nats per token of a held-out loss
 RATES = (3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)
@@ -147,10 +145,11 @@ class LongRecord:
         return paired_difference(*pair, identical, worth_telling=WORTH_TELLING)
 
 
-def read_record(source: str | Path = RECORD) -> LongRecord:
+def read_record(source: str | Path = "convergence") -> LongRecord:
     """Return the recorded long runs: facts in lines of `# key: value`, then a table.
 
-    `source` is a path, or the name of a record that ships: "convergence" or "convergence_rates".
+    `source` is a path, or the name of a record that ships: "convergence", "convergence_rates" or
+    "stability".
     """
     path = source if isinstance(source, Path) else REFERENCE_DIR / f"{source}.csv"
     facts = {}

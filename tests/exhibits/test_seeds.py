@@ -6,11 +6,12 @@ import statistics
 import pytest
 
 import labutils as lab
+from labutils.exhibits.seeds_data import WORTH_TELLING
 from labutils.training.noise import PairedDifference
 
 
 def difference(base: list[float], other: list[float]) -> PairedDifference:
-    return lab.paired_difference(base, other, worth_telling=lab.stability.WORTH_TELLING)
+    return lab.paired_difference(base, other, worth_telling=WORTH_TELLING)
 
 
 FIND = """
@@ -28,7 +29,7 @@ def test_its_statistics_are_those_of_python(browser, show):
     generator, pairs = random.Random(0), []
     for _ in range(300):
         n = generator.randint(2, 8)
-        little = 0.5 * lab.stability.WORTH_TELLING  # too little to tell, however clear
+        little = 0.5 * WORTH_TELLING  # too little to tell, however clear
         shift, noise = generator.choice([(0.0, 0.05), (0.05, 0.05), (-1.0, 0.05), (little, 1e-6)])
         base = [generator.gauss(6, 0.2) for _ in range(n)]
         pairs.append((base, [one + generator.gauss(shift, noise) for one in base]))

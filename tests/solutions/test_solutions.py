@@ -22,7 +22,7 @@ from tests.helpers import committed
 from tests.solutions import (
     further_eight_bits,
     further_frameworks,
-    further_numerics,
+    further_rounding,
     further_scaler,
     further_sharding,
     further_speed,
@@ -35,7 +35,7 @@ from tests.solutions import (
 )
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
-NOTEBOOKS += (further_eight_bits, further_frameworks, further_numerics, further_scaler)
+NOTEBOOKS += (further_eight_bits, further_frameworks, further_rounding, further_scaler)
 NOTEBOOKS += (further_sharding, further_speed, further_where_time_goes, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 

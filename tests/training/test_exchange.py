@@ -69,7 +69,7 @@ def test_the_predicted_error_is_near_that_of_random_gradients(order, dtype, true
 
 def test_a_ring_adds_one_by_one_and_a_tree_in_levels():
     law = lab.exchange.predicted_error
-    unit = lab.rounding.ONE_ROUNDING_OF_NORM * 0.5
+    unit = lab.exchange.ONE_ROUNDING_OF_NORM * 0.5
     assert law(4, 1.0, "ring", 0, 1, is_cast=False) == pytest.approx(unit * (9 / 4) ** 0.5)
     assert law(4, 1.0, "tree", 0, 1, is_cast=False) == pytest.approx(unit * 2**0.5)
     assert law(4, 1.0, "tree", 0, 1) == pytest.approx(unit * 3**0.5)

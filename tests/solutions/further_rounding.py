@@ -1,4 +1,4 @@
-"""Answers to the exercise of further/numerics, right and wrong.
+"""Answers to the exercise of further/rounding, right and wrong.
 
 This folder can be removed without breaking the course.
 """
@@ -9,7 +9,7 @@ import torch
 
 from tests.solutions.answers import Solution, broken
 
-NOTEBOOK = "further/numerics.ipynb"
+NOTEBOOK = "further/rounding.ipynb"
 SECRETS = r"lower = |eps / 4|nextafter"  # what neither hints nor the notebook may say
 
 
