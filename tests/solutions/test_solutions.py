@@ -16,7 +16,7 @@ from labutils import checks
 from labutils.checks.accumulation import INNOCENT, LATE_LINE
 from labutils.checks.epoch_trials import judge_epoch
 from labutils.checks.mixed_precision import CONTROL_RUNS
-from labutils.checks.quiz import LETTERS, QUIZZES
+from labutils.checks.quiz import LETTERS, quizzes
 from labutils.grade import answers_of
 from tests.helpers import committed
 from tests.solutions import (
@@ -197,26 +197,28 @@ def printed_for(capsys, answers: list, quiz: str) -> str:
     return capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("quiz", QUIZZES)
+@pytest.mark.parametrize("quiz", quizzes())
 def test_a_question_says_what_is_wrong_about_the_chosen_answer_only(capsys, quiz):
-    questions = QUIZZES[quiz]
+    questions = quizzes()[quiz]
     printed = printed_for(capsys, [None] * len(questions), quiz)
     for question in questions:
-        assert len(question.choices) == 4 and question.right in LETTERS
-        assert question.text in printed
-        for choice, why in question.choices:
-            assert choice in printed and why not in printed
-    for letter, (choice, why) in zip("ABCD", questions[0].choices, strict=True):
+        assert list(question["choices"]) == list(LETTERS) and question["right"] in LETTERS
+        assert question["question"] in printed
+        for chosen in question["choices"].values():
+            assert chosen["choice"] in printed and chosen["why"] not in printed
+    for letter, chosen in questions[0]["choices"].items():
+        letter = letter.upper()
         printed = printed_for(capsys, [letter, *[None] * (len(questions) - 1)], quiz)
-        verdict = "right" if letter.lower() == questions[0].right else "wrong"
-        assert printed.startswith(f"1. {verdict}") and f"{choice} ({why})" in printed
+        verdict = "right" if letter.lower() == questions[0]["right"] else "wrong"
+        assert printed.startswith(f"1. {verdict}")
+        assert f"{chosen['choice']} ({chosen['why']})" in printed
     assert "by a letter" in printed_for(capsys, [True, *[None] * (len(questions) - 1)], quiz)
     assert f"{len(questions)} questions" in printed_for(capsys, ["a"], quiz)
 
 
-@pytest.mark.parametrize("quiz", QUIZZES)
+@pytest.mark.parametrize("quiz", quizzes())
 def test_one_letter_everywhere_earns_little(quiz):
-    right = [question.right for question in QUIZZES[quiz]]
+    right = [question["right"] for question in quizzes()[quiz]]
     assert max(map(right.count, LETTERS)) <= 0.3 * len(right)
 
 
