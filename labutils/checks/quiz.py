@@ -1,4 +1,4 @@
-"""The self-test at the end of a notebook: questions with four choices, and why. See quizzes.yaml."""
+"""The self-test at the end of a notebook: four choices a question, and why. See quizzes.yaml."""
 
 from __future__ import annotations
 
