@@ -5,11 +5,11 @@ from . import plotting as plotting
 from .config.card import CONTEXT_GIB as CONTEXT_GIB
 from .config.cards import CARDS as CARDS
 from .config.choices import MODELS as MODELS
-from .config.deepspeed import deepspeed_problems as deepspeed_problems
 from .config.reader import load_config as load_config
 from .config.schema import Config as Config
 from .config.schema import ConfigError as ConfigError
 from .exhibits import play as play
+from .files import runs_dir as runs_dir
 from .guesses import answer as answer
 from .guesses import guess as guess
 from .guesses import scores as scores
@@ -44,8 +44,6 @@ from .prediction.published import published as published
 from .prediction.selective import WithPolicy as WithPolicy
 from .prediction.selective import half_of_squares as half_of_squares
 from .prediction.selective import policy_cost as policy_cost
-from .prediction.sharded import bus_seconds as bus_seconds
-from .prediction.sharded import host_bytes as host_bytes
 from .prediction.sharded import sharded as sharded
 from .prediction.sizes import fitting as fitting
 from .prediction.sizes import largest_micro_batch as largest_micro_batch
@@ -77,7 +75,6 @@ from .training import ladder as ladder
 from .training import processes as processes
 from .training import profiles as profiles
 from .training import shapes as shapes
-from .training import sharding as sharding
 from .training import side_by_side as side_by_side
 from .training import speed as speed
 from .training import stability as stability
@@ -98,6 +95,7 @@ from .training.noise import paired_ratio as paired_ratio
 from .training.records import find_runs as find_runs
 from .training.records import load_record as load_record
 from .training.waiting import waits as waits
+from .training.workers import in_processes as in_processes
 from .workload.build import build as build
 from .workload.data import batches as batches
 from .workload.data import load_corpus as load_corpus
