@@ -70,9 +70,7 @@ from .techniques.precision import tf32 as tf32
 from .training import by_layer as by_layer
 from .training import capstone as capstone
 from .training import convergence as convergence
-from .training import exchange as exchange
 from .training import ladder as ladder
-from .training import processes as processes
 from .training import profiles as profiles
 from .training import shapes as shapes
 from .training import side_by_side as side_by_side
@@ -92,10 +90,10 @@ from .training.loop import to_device as to_device
 from .training.loop import train as train
 from .training.noise import paired_difference as paired_difference
 from .training.noise import paired_ratio as paired_ratio
+from .training.processes import in_processes as in_processes
 from .training.records import find_runs as find_runs
 from .training.records import load_record as load_record
 from .training.waiting import waits as waits
-from .training.workers import in_processes as in_processes
 from .workload.build import build as build
 from .workload.data import batches as batches
 from .workload.data import load_corpus as load_corpus
