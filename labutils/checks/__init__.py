@@ -20,7 +20,6 @@ from labutils.checks import (
     numerics,
     profiling,
     scaler,
-    sharding,
     speed,
     where_time_goes,
 )
@@ -42,7 +41,6 @@ NOTEBOOKS = (
     speed,
     eight_bits,
     where_time_goes,
-    sharding,
 )
 EXERCISES: dict[str, Callable[..., None]] = {}
 for module in NOTEBOOKS:

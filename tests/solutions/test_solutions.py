@@ -24,7 +24,6 @@ from tests.solutions import (
     further_frameworks,
     further_rounding,
     further_scaler,
-    further_sharding,
     further_speed,
     further_where_time_goes,
     notebook_01,
@@ -36,7 +35,7 @@ from tests.solutions import (
 
 NOTEBOOKS = (notebook_01, notebook_02, notebook_03, notebook_04)
 NOTEBOOKS += (further_eight_bits, further_frameworks, further_rounding, further_scaler)
-NOTEBOOKS += (further_sharding, further_speed, further_where_time_goes, notebook_capstone)
+NOTEBOOKS += (further_speed, further_where_time_goes, notebook_capstone)
 SOLUTIONS = {one.exercise: one for notebook in NOTEBOOKS for one in notebook.SOLUTIONS}
 
 
