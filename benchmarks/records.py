@@ -7,8 +7,8 @@ twenty minutes on one thread of a CPU. rates: batches of 8 and of 32 at every ra
 `convergence.RATES`, with seed 0. Held-out losses are on all held-out text.
 stability: six arms at three rates with ten seeds each, a decaying rate and torch's own growth
 interval: one to three hours on one thread, most of them in FP16. Each of its runs is kept in runs/
-when it ends, so it continues where it was stopped. The record that ships is an older one, with five
-arms, eight seeds, a constant rate and a growth interval of 8.
+when it ends, so it continues where it was stopped. The records that ship have eight seeds; that of
+stability is older, with five arms, a constant rate and a growth interval of 8.
 """
 
 from __future__ import annotations
