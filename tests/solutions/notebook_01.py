@@ -77,7 +77,7 @@ SOLUTIONS = {
                 (CLIP, CLIP.replace("max_grad_norm", "max_grad_norm / 2")),
             ),
             ("weights changed", (STEP, OWN_STEP)),
-            ("is the scale ever taken out", (UNSCALE, ""), (STEP, OWN_STEP)),
+            ("is the scale ever taken out", (UNSCALE, ""), (STEP + UPDATE, OWN_STEP)),
             ("who updates it", (UPDATE, "")),
             ("never cleared", (ZERO, "")),
             ("scaler.scale", ("scaler.scale(loss)", "loss")),

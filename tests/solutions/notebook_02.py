@@ -126,7 +126,7 @@ SOLUTIONS = {
             ),
             ("The whole step must be skipped", (STEP, OWN_STEP)),
             ("is the scale ever taken out", (UNSCALE, ""), (STEP + UPDATE, OWN_STEP)),
-            ("updated once", (UPDATE, UPDATE + UPDATE)),
+            ("updated once", (UPDATE, "")),
             ("never cleared", (ZERO, "")),
             ("is autocast on", NO_AUTOCAST),
         ],

@@ -106,7 +106,7 @@ CELLS = [
             ],
             wrong=[
                 ("fail: []", amp_step),
-                ("['products in FP16']", broken(amp_step, ("torch.float16", "torch.bfloat16"))),
+                ("['products in FP16'", broken(amp_step, ("torch.float16", "torch.bfloat16"))),
                 ("['the weights move', 'clipping'", broken(amp_step, (STEP, ""))),
                 ("['an overflow is skipped']", broken(amp_step, (STEP, "    optimizer.step()\n"))),
                 ("['old gradients are cleared']", broken(amp_step, (ZERO, ""))),
