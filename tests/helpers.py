@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from torch import nn
@@ -125,3 +127,18 @@ def sizes_on(device: str, config: lab.Config) -> BatchSizes:
 
 def count_rows(batch: dict[str, torch.Tensor]) -> int:
     return len(batch["y"])
+
+
+def said_by_cell(capsys: pytest.CaptureFixture, path: str, cell: str, **names: object) -> str:
+    """Run a cell of a notebook with these names, instead of its own lines `name = None`; return
+    what it prints.
+    """
+    [source] = [
+        each.source
+        for each in nbformat.reads(committed(path), as_version=4).cells
+        if each.id == cell
+    ]
+    for name in names:
+        source = re.sub(rf"(?m)^{name} = None.*$", "", source)
+    exec(source, names)
+    return capsys.readouterr().out

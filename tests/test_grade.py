@@ -15,21 +15,24 @@ from labutils.pages import core_notebooks
 SETUP = "import labutils as lab"
 RUNS = "my_runs = {}"
 CHECK_RUNS = "lab.checks.block_runs(12, 3, my_runs)"
-LIMIT = "my_limit = None"
-CHECK_LIMIT = "lab.checks.lost_below(my_limit)"
-RIGHT = {"block_runs": "right", "lost_below": "right"}
-RIGHT_LIMIT = """import math
-import torch
+STEP = "my_step = None"
+CHECK_STEP = "lab.checks.amp_step(my_step)"
+RIGHT_STEP = """import torch
 
-def my_limit(weight, dtype, direction):
-    mantissa, exponent = math.frexp(weight)
-    spacing = torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
-    return spacing / 4 if direction < 0 and mantissa == 0.5 else spacing / 2"""
+def my_step(model, x, y, optimizer, scaler, max_grad_norm):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = torch.nn.functional.mse_loss(model(x).float(), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()"""
 
 
-def submission(*answers: str, runs: str = "my_runs = 24", limit: str = RIGHT_LIMIT) -> list[str]:
+def submission(*answers: str, runs: str = "my_runs = 24", step: str = RIGHT_STEP) -> list[str]:
     """Return the cells of a submission; `answers` are cells that stand between."""
-    return [SETUP, *answers, runs, CHECK_RUNS, limit, CHECK_LIMIT]
+    return [SETUP, *answers, runs, CHECK_RUNS, step, CHECK_STEP]
 
 
 # {student: (cells, {exercise: how its verdict begins})}
@@ -40,9 +43,8 @@ HONEST = {
     "shuffles": submission("import random; x = [1, 2]; random.shuffle(x)"),
     "aliases": [
         "from labutils import checks as judge",
-        "limit = None",
-        RIGHT_LIMIT,
-        "judge.lost_below(my_limit)",
+        RIGHT_STEP,
+        "judge.amp_step(my_step)",
         "judge.block_runs(n_layer=12, unit=3, answer=24)",
     ],
     "deletes a key": submission("d = {'a': 1}; del d['a']", runs="d[0] = 24; my_runs = d[0]"),
@@ -50,31 +52,31 @@ HONEST = {
         runs="def fill(x):\n    x.append(24)\nx = []\nfill(x)\nmy_runs = x[0]"
     ),
     "lambda": submission(
-        limit=f"{RIGHT_LIMIT}\nlimit = my_limit\nmy_limit = lambda w, d, s: limit(w, d, s)"
+        step=f"{RIGHT_STEP}\nstep = my_step\nmy_step = lambda *given: step(*given)"
     ),
     "tries first": submission("my_runs = 12", CHECK_RUNS),
     "other cells fail": submission("1 / 0"),
 }
 OTHERS = {
-    "open": (submission(runs="my_runs = None", limit=LIMIT), ["open", "open"]),
+    "open": (submission(runs="my_runs = None", step=STEP), ["open", "open"]),
     "no checkpoint": (submission(runs="my_runs = 12"), ["wrong: that is the step", "right"]),
-    "too high": (
-        submission(limit=RIGHT_LIMIT.replace("spacing / 2", "spacing")),
-        ["right", "wrong: for a weight"],
+    "too long": (
+        submission(step=RIGHT_STEP.replace(", max_grad_norm)\n", ", 1e9)\n")),
+        ["right", "wrong: the step is longer"],
     ),
     "raises": (
-        submission(limit="def my_limit(*_):\n    raise OSError('no')"),
+        submission(step="def my_step(*_):\n    raise OSError('no')"),
         ["right", "wrong: it raised OSError: no"],
     ),
     "raises before": (submission(runs="my_runs = 1 / 0"), ["look at this: its cell", "right"]),
     "syntax error": (submission(runs="my_runs = = 24"), ["look at this: its cell", "right"]),
-    "endless": (submission(limit="while True:\n    pass"), ["right", "look at this: its cell"]),
+    "endless": (submission(step="while True:\n    pass"), ["right", "look at this: its cell"]),
     "exits": (submission(runs="import os; os._exit(0)"), ["look at this: its cell", "right"]),
     "other arguments": (
-        [SETUP, "lab.checks.block_runs(2, 1, 4)", RIGHT_LIMIT, CHECK_LIMIT],
+        [SETUP, "lab.checks.block_runs(2, 1, 4)", RIGHT_STEP, CHECK_STEP],
         ["look at this: its check was called with other", "right"],
     ),
-    "cell deleted": ([SETUP, RIGHT_LIMIT, CHECK_LIMIT], ["look at this: its check was", "right"]),
+    "cell deleted": ([SETUP, RIGHT_STEP, CHECK_STEP], ["look at this: its check was", "right"]),
     "no setup": (submission()[1:], ["look at this: its cell raised NameError"] * 2),
 }
 
@@ -88,7 +90,7 @@ def write(path: Path, cells: list[str]) -> None:
 @pytest.fixture
 def course(tmp_path: Path) -> Path:
     path = tmp_path / "course.ipynb"
-    write(path, submission(runs="my_runs = None", limit=LIMIT))
+    write(path, submission(runs="my_runs = None", step=STEP))
     return path
 
 
@@ -103,7 +105,7 @@ def test_a_class_is_graded(course, tmp_path):
     out = tmp_path / "out"
     scores = grade_folder(tmp_path / "class", out, timeout=20, jobs=2, course=[course])
     assert len(scores) == len(HONEST) + len(OTHERS) + 2
-    columns = ["block_runs", "lost_below"]
+    columns = ["block_runs", "amp_step"]
     for student in HONEST:
         assert list(scores.loc[student, columns]) == ["right", "right"], student
     for student, (_, begins) in OTHERS.items():
@@ -116,7 +118,7 @@ def test_a_class_is_graded(course, tmp_path):
     read = pd.read_csv(out / "scores.csv", index_col="student")
     assert read.loc["no checkpoint", "block_runs"].startswith("wrong: that is the step")
     wrong = pd.read_csv(out / "misconceptions.csv")
-    assert list(wrong.exercise.value_counts().items()) == [("lost_below", 2), ("block_runs", 1)]
+    assert list(wrong.exercise.value_counts().items()) == [("amp_step", 2), ("block_runs", 1)]
 
 
 def test_a_folder_without_notebooks_is_named(tmp_path):

@@ -1,63 +1,69 @@
 """Check an exercise: "right", or which misconception the answer shows.
 
 There is one module per notebook that has exercises, and a second one for the code of notebook 03.
-To add an exercise, write it in that module with `@exercise`, call it in the notebook as
-`lab.checks.NAME(...)`, and add its answers to `tests/solutions/`.
+To add an exercise, write it in that module with `@exercise`, name it here, call it in the notebook
+as `lab.checks.NAME(...)`, and add its answers to `tests/solutions/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from labutils.checks import (
-    accumulation,
-    capstone,
-    checkpoint_code,
-    checkpointing,
-    eight_bits,
-    frameworks,
-    mixed_precision,
-    numerics,
-    profiling,
-    scaler,
-    sharding,
-    speed,
-    where_time_goes,
+from labutils.checks.accumulation import (
+    accumulation_control,
+    accumulation_request,
+    amp_window,
+    break_one,
+    find_bug,
 )
-from labutils.checks.core import VERDICTS, exercises_in
+from labutils.checks.checkpoint_code import mended_forward, own_checkpoint
+from labutils.checks.checkpointing import best_segments, block_runs, swiglu_kept
+from labutils.checks.core import EXERCISES, VERDICTS, hint
+from labutils.checks.eight_bits import blockwise_fp8
+from labutils.checks.frameworks import loss_to_hand_over
+from labutils.checks.mixed_precision import amp_step, control_runs, scaler_log
+from labutils.checks.numerics import lost_below
+from labutils.checks.profiling import (
+    history,
+    largest_batch,
+    leak,
+    nvidia_smi,
+    planned_peak,
+    products_in_backward,
+    repair,
+    useful_del,
+)
 from labutils.checks.quiz import self_test
+from labutils.checks.sharding import bytes_per_process
+from labutils.checks.steps import failures
 
-__all__ = ["EXERCISES", "VERDICTS", "hint", "self_test"]
-
-NOTEBOOKS = (
-    mixed_precision,
-    accumulation,
-    checkpointing,
-    checkpoint_code,
-    profiling,
-    capstone,
-    numerics,
-    frameworks,
-    scaler,
-    speed,
-    eight_bits,
-    where_time_goes,
-    sharding,
-)
-EXERCISES: dict[str, Callable[..., None]] = {}
-for module in NOTEBOOKS:
-    found = exercises_in(module)
-    if twice := EXERCISES.keys() & found.keys():
-        raise ImportError(f"two notebooks have an exercise of this name: {', '.join(twice)}")
-    EXERCISES |= found
-globals().update(EXERCISES)
-
-
-def hint(exercise: str, number: int = 1) -> None:
-    """Print hint `number` (from 1) of an exercise; they grow more explicit."""
-    if exercise not in EXERCISES:
-        print(f"There is no exercise {exercise!r}; there are: {', '.join(EXERCISES)}")
-        return
-    hints = EXERCISES[exercise].hints
-    number = max(1, min(int(number), len(hints)))
-    print(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
+__all__ = [
+    "EXERCISES",
+    "VERDICTS",
+    "accumulation_control",
+    "accumulation_request",
+    "amp_step",
+    "amp_window",
+    "best_segments",
+    "block_runs",
+    "blockwise_fp8",
+    "break_one",
+    "bytes_per_process",
+    "control_runs",
+    "failures",
+    "find_bug",
+    "hint",
+    "history",
+    "largest_batch",
+    "leak",
+    "loss_to_hand_over",
+    "lost_below",
+    "mended_forward",
+    "nvidia_smi",
+    "own_checkpoint",
+    "planned_peak",
+    "products_in_backward",
+    "repair",
+    "scaler_log",
+    "self_test",
+    "swiglu_kept",
+    "useful_del",
+]

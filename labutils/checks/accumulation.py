@@ -5,22 +5,20 @@ Mend a window, break an epoch, design a control, find a bug, decide.
 
 from __future__ import annotations
 
+from labutils.checks import steps
 from labutils.checks.core import exercise
-from labutils.checks.epoch_trials import JUDGES, Epoch, judge_epoch
-from labutils.checks.window_trials import AmpWindow, try_window
+from labutils.checks.epochs import JUDGES, Epoch, judge_epoch
 
 
 @exercise(
-    hints=(
-        "Sort the calls in two groups: for every micro-batch, and once, when all micro-batches "
-        "have passed.",
-        "A sum of squared errors can be divided by any number you like. Which number gives the "
-        "mean over all rows?",
-        "unscale_ divides all that is in .grad. What is there after the second micro-batch, if "
-        "the first was unscaled?",
-    )
+    "Sort the calls in two groups: for every micro-batch, and once, when all micro-batches "
+    "have passed.",
+    "A sum of squared errors can be divided by any number you like. Which number gives the "
+    "mean over all rows?",
+    "unscale_ divides all that is in .grad. What is there after the second micro-batch, if "
+    "the first was unscaled?",
 )
-def amp_window(step: AmpWindow | None) -> str | None:
+def amp_window(step: steps.Step | None) -> str | None:
     """Check one FP16 step over a window.
 
     The function is `step(model, micro_batches, optimizer, scaler, max_grad_norm)`. `micro_batches`
@@ -28,18 +26,16 @@ def amp_window(step: AmpWindow | None) -> str | None:
     rows. The step is run on a small network on the CPU: without clipping, with it, with an
     overflow, and repeatedly.
     """
-    return try_window(step)
+    return steps.first_problem(step, steps.make_batches(steps.WINDOW_ROWS[:4]))
 
 
 @exercise(
-    hints=(
-        "Run the check on the unchanged loop first. Which judge can see a difference between two "
-        "micro-batches of one window?",
-        "Bug 5 of section 2 gives the right gradient at equal lengths. Where in the loop would it "
-        "stand?",
-        "Each row has the same weight in the right loop. Give each micro-batch the same weight "
-        "instead, also in the short last window.",
-    )
+    "Run the check on the unchanged loop first. Which judge can see a difference between two "
+    "micro-batches of one window?",
+    "Bug 5 of section 2 gives the right gradient at equal lengths. Where in the loop would it "
+    "stand?",
+    "Each row has the same weight in the right loop. Give each micro-batch the same weight "
+    "instead, also in the short last window.",
 )
 def break_one(judge: str, epoch: Epoch | None) -> str | None:
     """Check that a broken epoch fails exactly one judge of `JUDGES`, the named one.
@@ -50,63 +46,55 @@ def break_one(judge: str, epoch: Epoch | None) -> str | None:
     """
     if judge not in JUDGES:
         return f"there is no judge {judge!r}; there are: {', '.join(JUDGES)}."
-    found = judge_epoch(epoch)
-    failed = {name: problem for name, problem in found.items() if problem}
-    if failed.keys() == {judge}:
-        return None
+    verdicts = judge_epoch(epoch)
+    failed = {name: problem for name, problem in verdicts.items() if problem}
     if not failed:
         return "no judge finds anything wrong: this loop is still right."
     others = "; ".join(f"{name}: {why}" for name, why in failed.items() if name != judge)
-    if judge in failed:
-        return f"{judge} fails, but it is not alone. {others}"
-    if judge not in found:
+    if judge not in verdicts:
         return f"{judge} could not be judged. {others}"
-    return f"{judge} still passes. What fails is {others}"
+    if judge not in failed:
+        return f"{judge} still passes. What fails is {others}"
+    return f"{judge} fails, but it is not alone. {others}" if others else None
 
 
 KEYS = {"n", "m", "rate", "tokens", "seeds"}
 
 
 @exercise(
-    hints=(
-        "List what differs between the two runs of the cell. How many of these could cause a "
-        "higher loss?",
-        "The claim is about n alone. What must both runs then have in common, as numbers of "
-        "sequences?",
-        "Five pairs that share seeds can be compared. Which run without accumulation has as many "
-        "sequences per step as 4 × 8?",
-    )
+    "List what differs between the two runs of the cell. How many of these could cause a "
+    "higher loss?",
+    "The claim is about n alone. What must both runs then have in common, as numbers of sequences?",
+    "Five pairs that share seeds can be compared. Which run without accumulation has as many "
+    "sequences per step as 4 × 8?",
 )
 def accumulation_control(answer: tuple[dict, dict] | None) -> str | None:
     """Check two runs that show whether accumulation itself changes what a model learns.
 
     A run is {"n", "m", "rate", "tokens", "seeds"}: a window of n micro-batches with m sequences.
     """
-    try:
-        runs = list(answer)
-        complete = len(runs) == 2 and all(run.keys() == KEYS for run in runs)
-    except (TypeError, AttributeError):
-        complete = False
-    if not complete:
+    is_pair = isinstance(answer, (list, tuple)) and len(answer) == 2
+    if not is_pair or not all(isinstance(run, dict) and run.keys() == KEYS for run in answer):
         return f"the answer is two runs, each with the keys {', '.join(sorted(KEYS))}."
-    one, other = runs
-    if one["n"] == other["n"]:
+    first, second = answer
+    if first["n"] == second["n"]:
         return "both runs accumulate equally, so they cannot show what accumulation does."
-    if one["n"] * one["m"] != other["n"] * other["m"]:
+    if first["n"] * first["m"] != second["n"] * second["m"]:
         return (
             "their batches differ, so the size of the batch could be the cause. Accumulation "
             "divides a batch into parts, and keeps its size."
         )
-    if 1 not in (one["n"], other["n"]):
+    if 1 not in (first["n"], second["n"]):
         return "both runs accumulate. The control is the run that does not."
-    if one["rate"] != other["rate"]:
-        return "their rates differ, so the rate could be the cause. Equal batches need no rule."
-    if one["tokens"] != other["tokens"]:
-        return "they see unequal numbers of tokens: the longer run has learned from more text."
-    seeds = [list(run["seeds"]) for run in runs]
-    if seeds[0] != seeds[1]:
-        return "their seeds differ, so weights and order of the text differ: these are no pairs."
-    if len(set(seeds[0])) < 5:
+    causes = {
+        "rate": "their rates differ, so the rate could be the cause. Equal batches need no rule.",
+        "tokens": "they see unequal numbers of tokens: the longer run has learned from more text.",
+        "seeds": "their seeds differ, so weights and order of the text differ: these are no pairs.",
+    }
+    for key, problem in causes.items():
+        if first[key] != second[key]:
+            return problem
+    if len(set(first["seeds"])) < 5:
         return "too few seeds: with fewer than five pairs, equal signs come by chance too often."
     return None
 
@@ -130,12 +118,10 @@ INNOCENT = {
 
 
 @exercise(
-    hints=(
-        "Say for each line whether it runs once per micro-batch or once per window.",
-        "No judge of section 2 sees this bug, because every gradient is right. What else decides "
-        "the size of a step?",
-        "Which number is the schedule asked for in the second window, and which one should it be?",
-    )
+    "Say for each line whether it runs once per micro-batch or once per window.",
+    "No judge of section 2 sees this bug, because every gradient is right. What else decides "
+    "the size of a step?",
+    "Which number is the schedule asked for in the second window, and which one should it be?",
 )
 def find_bug(line: int | None) -> str | None:
     """Check the number of the line in which notebook 02's function `suspect` is wrong."""
@@ -154,11 +140,9 @@ REQUESTS = {
 
 
 @exercise(
-    hints=(
-        "What is the smallest part that accumulation can send through the model?",
-        "Compare the floor of section 3 with the 16 GiB of the card.",
-        "Who has a micro-batch that fits, and wants more sequences in a step?",
-    )
+    "What is the smallest part that accumulation can send through the model?",
+    "Compare the floor of section 3 with the 16 GiB of the card.",
+    "Who has a micro-batch that fits, and wants more sequences in a step?",
 )
 def accumulation_request(request: str | None) -> str | None:
     """Check which of notebook 02's three requests accumulation can answer: "A", "B" or "C"."""

@@ -1,8 +1,7 @@
-"""What every exercise shares: the decorator, its verdict, and who hears of it.
+"""What every exercise shares: its hints, its verdict, and the file for whoever grades.
 
 An exercise is a function that judges an answer, its last argument. It returns the misconception
-that the answer shows, or None (or a remark, `Right`) if the answer is right. Hints come in steps;
-no answer is printed.
+that the answer shows, or None (or a remark, `Right`) if the answer is right. No answer is printed.
 """
 
 from __future__ import annotations
@@ -11,113 +10,75 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import ParamSpec
 
-import torch
-
-Parameters = ParamSpec("Parameters")
 VERDICTS = "LABUTILS_VERDICTS"  # names a file: each verdict is appended to it, a line of JSON
+OPEN = "Open: replace None by your answer and run the cell again."
+EXERCISES: dict[str, Callable[..., None]] = {}
+
+Judge = Callable[..., str | None]
 
 
 class Right(str):
     """What a judge returns for a right answer about which there is something to say."""
 
 
-def first_problem(*steps: Callable[[], str | None]) -> str | None:
-    """Take the steps of a check in order, up to the first that finds a problem, and return it."""
-    for step in steps:
-        if problem := step():
-            return problem
-    return None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of one answer: open, right (`problem` is None), or not yet right."""
-
-    exercise: str
-    is_open: bool
-    problem: str | None = None
-    remark: str = ""
-
-    def __str__(self) -> str:
-        if self.is_open:
-            return "Open: replace None by your answer and run the cell again."
-        if self.problem is None:
-            return f"Right. {self.remark}".strip()
-        return f"Not yet: {self.problem}"
-
-
-def exercise(
-    hints: Sequence[str],
-) -> Callable[[Callable[Parameters, str | None]], Callable[Parameters, None]]:
-    """Make a check of a function that judges an answer.
+def exercise(*hints: str) -> Callable[[Judge], Callable[..., None]]:
+    """Make a check of a function that judges an answer; the hints grow more explicit.
 
     The check has the function's parameters and prints the verdict. An answer of None is open: it
-    passes, so that Run All goes through. The hints grow more explicit.
+    passes, so that Run All goes through.
     """
 
-    def decorate(judge: Callable[Parameters, str | None]) -> Callable[Parameters, None]:
+    def decorate(judge: Judge) -> Callable[..., None]:
         signature = inspect.signature(judge)
 
         @functools.wraps(judge)
-        def check(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:
-            given = signature.bind(*arguments, **named)
-            *_, answer = given.arguments.values()
-            found = None
-            if answer is not None:
-                found = _problem(functools.partial(judge, *given.args))
-            is_right = found is None or isinstance(found, Right)
-            problem, remark = (None, found or "") if is_right else (found, "")
-            verdict = Verdict(judge.__name__, answer is None, problem, remark)
-            print(verdict)
-            _write(verdict, list(given.arguments.values())[:-1])
+        def check(*arguments: object, **named: object) -> None:
+            *given, answer = signature.bind(*arguments, **named).args
+            problem = None if answer is None else _problem(judge, given, answer)
+            if answer is None:
+                verdict, text = "open", OPEN
+            elif problem is None or isinstance(problem, Right):
+                verdict, text = "right", " ".join(["Right.", *filter(None, [problem])])
+            else:
+                verdict, text = f"wrong: {problem}", f"Not yet: {problem}"
+            print(text)
+            _write(judge.__name__, verdict, given)
 
-        check.__signature__ = signature.replace(return_annotation=None)
-        check.hints = tuple(hints)
+        if judge.__name__ in EXERCISES:
+            raise ValueError(f"there are two exercises of the name {judge.__name__}")
+        EXERCISES[judge.__name__] = check
+        check.hints = hints
         return check
 
     return decorate
 
 
-def _problem(judge: Callable[[], str | None]) -> str | None:
+def _problem(judge: Judge, given: list[object], answer: object) -> str | None:
     try:
-        return judge()
+        return judge(*given, answer)
     except Exception as error:  # whatever the reader's answer raises is the verdict
         return f"it raised {type(error).__name__}: {error}"
 
 
-def _write(verdict: Verdict, given: Sequence[object]) -> None:
-    """Append the verdict to the file named by the variable VERDICTS, for whoever grades."""
-    if VERDICTS in os.environ:
-        said = "open" if verdict.is_open else "right"
-        if verdict.problem is not None:
-            said = f"wrong: {verdict.problem}"
-        arguments = ", ".join(map(_described, given))
-        line = {"exercise": verdict.exercise, "verdict": said, "arguments": arguments}
-        with Path(os.environ[VERDICTS]).open("a", encoding="utf-8") as file:
-            print(json.dumps(line), file=file)
+def _write(name: str, verdict: str, given: list[object]) -> None:
+    """Append the verdict to the file named by the variable VERDICTS, if it is set."""
+    if VERDICTS not in os.environ:
+        return
+    # the grader compares them with the course's own, which ran on the same machine
+    arguments = json.dumps(given, default=lambda value: type(value).__name__)
+    line = {"exercise": name, "verdict": verdict, "arguments": arguments}
+    with Path(os.environ[VERDICTS]).open("a", encoding="utf-8") as file:
+        print(json.dumps(line), file=file)
 
 
-def _described(value: object) -> str:
-    """Return a text that is the same for equal arguments; numbers have three digits in it."""
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, dict):
-        pairs = [f"{_described(key)}: {_described(item)}" for key, item in value.items()]
-        return f"{{{', '.join(pairs)}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_described, value))}]"
-    if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)} {float(value.double().mean()):.3g}"
-    is_plain = value is None or isinstance(value, int | str)
-    return repr(value) if is_plain else type(value).__name__
-
-
-def exercises_in(module: ModuleType) -> dict[str, Callable[..., None]]:
-    """Return {name: check} of the exercises a module defines, in its order."""
-    return {name: found for name, found in vars(module).items() if hasattr(found, "hints")}
+def hint(exercise: str, number: int = 1) -> None:
+    """Print hint `number` (from 1) of an exercise; they grow more explicit."""
+    if exercise not in EXERCISES:
+        print(f"There is no exercise {exercise!r}; there are: {', '.join(EXERCISES)}")
+        return
+    hints = EXERCISES[exercise].hints
+    number = max(1, min(int(number), len(hints)))
+    print(f"Hint {number} of {len(hints)}: {hints[number - 1]}")

@@ -13,13 +13,11 @@ FORMAT = torch.float8_e4m3fn
 
 
 @exercise(
-    hints=(
-        "A tensor of (rows, columns) can be seen as (rows, blocks, block): `x.view(...)`.",
-        "`amax(dim=-1, keepdim=True)` is the largest of each block, and its shape fits for a "
-        "multiplication.",
-        "The largest of a block of zeros is 0. Divide by something else there, for example with "
-        "`torch.where` or `clamp(min=...)`. At the end return to the shape of x.",
-    )
+    "A tensor of (rows, columns) can be seen as (rows, blocks, block): `x.view(...)`.",
+    "`amax(dim=-1, keepdim=True)` is the largest of each block, and its shape fits for a "
+    "multiplication.",
+    "The largest of a block of zeros is 0. Divide by something else there, for example with "
+    "`torch.where` or `clamp(min=...)`. At the end return to the shape of x.",
 )
 def blockwise_fp8(round_blocks: Callable[[torch.Tensor, int], torch.Tensor] | None) -> str | None:
     """Check `round_blocks(x, block)`: x through E4M3, with one scale for each block of a row."""

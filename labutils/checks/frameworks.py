@@ -14,14 +14,12 @@ TOLERANCE = 1e-4
 
 
 @exercise(
-    hints=(
-        "What reaches each gradient is your result, divided once more by the framework. Write "
-        "down what should be left after this division.",
-        "The gradient of the full batch belongs to the sum over all targets of the window, over "
-        "their number.",
-        "Two numbers enter. One comes from the loss of the window. The other one undoes what the "
-        "framework does.",
-    )
+    "What reaches each gradient is your result, divided once more by the framework. Write "
+    "down what should be left after this division.",
+    "The gradient of the full batch belongs to the sum over all targets of the window, over "
+    "their number.",
+    "Two numbers enter. One comes from the loss of the window. The other one undoes what the "
+    "framework does.",
 )
 def loss_to_hand_over(loss: Loss | None) -> str | None:
     """Check what a loop hands to a `backward` that divides by the micro-batches of a window.

@@ -23,13 +23,11 @@ NEAR = 0.01  # an update this much below the limit must be lost, one as much abo
 
 
 @exercise(
-    hints=(
-        "Which two stored numbers are the neighbours of the weight? An update is lost if the "
-        "result lies nearer to the weight than to its neighbour.",
-        "Between two powers of two the spacing stays the same. So it depends on the weight's "
-        "exponent, and not on the weight itself: math.frexp gives an exponent.",
-        "Look at 1.0: its neighbour above is farther away than its neighbour below.",
-    )
+    "Which two stored numbers are the neighbours of the weight? An update is lost if the "
+    "result lies nearer to the weight than to its neighbour.",
+    "Between two powers of two the spacing stays the same. So it depends on the weight's "
+    "exponent, and not on the weight itself: math.frexp gives an exponent.",
+    "Look at 1.0: its neighbour above is farther away than its neighbour below.",
 )
 def lost_below(limit: Callable[[float, torch.dtype, int], float] | None) -> str | None:
     """Check `limit(weight, dtype, direction)`: updates below it are lost, updates above it are not.

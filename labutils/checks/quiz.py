@@ -1,4 +1,4 @@
-"""The self-test at the end of a notebook: questions with four choices, and why. See quizzes.yaml."""
+"""The self-test at the end of a notebook: the questions of quizzes.yaml, with four choices each."""
 
 from __future__ import annotations
 
@@ -38,16 +38,12 @@ def self_test(answers: Sequence[str | None], quiz: str) -> None:
 
 def _answered(question: Question, answer: str | None) -> str:
     """Return the question with its choices, or with the chosen one and what is to say of it."""
-    lines = [f"open   {question['question']}"]
-    choices = question["choices"]
-    letter = str(answer).lower()
-    if letter not in choices:
-        if answer is not None:
-            lines[0] += ' (answer by a letter, for example "a")'
-        lines += [f"       {each}) {choices[each]['choice']}" for each in LETTERS]
-        return "\n".join(lines)
-    chosen = choices[letter]
-    verdict = "right" if letter == question["right"] else "wrong"
-    lines = [f"{verdict}  {question['question']}"]
-    lines.append(f"       {letter}) {chosen['choice']} ({chosen['why']})")
-    return "\n".join(lines)
+    choices, letter = question["choices"], str(answer).lower()
+    if letter in choices:
+        verdict = "right" if letter == question["right"] else "wrong"
+        chosen = choices[letter]
+        line = f"{letter}) {chosen['choice']} ({chosen['why']})"
+        return f"{verdict}  {question['question']}\n       {line}"
+    form = "" if answer is None else ' (answer by a letter, for example "a")'
+    lines = [f"{letter}) {choices[letter]['choice']}" for letter in LETTERS]
+    return "\n       ".join([f"open   {question['question']}{form}", *lines])

@@ -12,12 +12,10 @@ N, PROCESSES = 1200, 3
 
 
 @exercise(
-    hints=(
-        "Write down the three groups of bytes first: weights, gradients, moments. Which of them "
-        "does each stage cut?",
-        "A stage keeps what the stages before it do. What is not cut stands in every process.",
-        "Try stage 0 first: nothing is cut. Then add one division per stage.",
-    )
+    "Write down the three groups of bytes first: weights, gradients, moments. Which of them "
+    "does each stage cut?",
+    "A stage keeps what the stages before it do. What is not cut stands in every process.",
+    "Try stage 0 first: nothing is cut. Then add one division per stage.",
 )
 def bytes_per_process(answer: BytesPerProcess | None) -> str | None:
     """Check `answer(n_parameters, n_processes, stage)`: bytes of one process in float32, AdamW."""

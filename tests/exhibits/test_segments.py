@@ -1,11 +1,10 @@
-"""The page's sums are those of notebook 03's checks, and of real steps."""
+"""The page's sums are those of further/checkpointing's exercise."""
 
 from __future__ import annotations
 
 import random
 
 import labutils as lab
-from labutils.checks import checkpointing as checks
 
 COST = """
 const [root, cases] = arguments;
@@ -19,6 +18,20 @@ def some_lengths(n_layer: int, rng: random.Random) -> list[int]:
     return [end - start for start, end in zip([0, *inner], ends, strict=True)]
 
 
+def peak_of(lengths: list[int], ratio: float) -> float:
+    """Return the peak in inputs: while segment i is computed again, i inputs are alive."""
+    return max(i + ratio * length for i, length in enumerate(lengths, 1))
+
+
+def smallest_peak(n_layer: int, ratio: float) -> float:
+    """Return the smallest peak: below it the longest possible segments hold too few layers."""
+    numbers = range(1, n_layer + 1)
+    for peak in sorted({i + ratio * n for i in numbers for n in numbers}):
+        if sum(int((peak - i) / ratio) for i in numbers if peak > i) >= n_layer:
+            return peak
+    raise AssertionError("one segment holds all layers")
+
+
 def test_peaks_are_those_of_the_exercise(browser, show):
     root = show(lab.play.segments())
     rng = random.Random(0)
@@ -29,7 +42,7 @@ def test_peaks_are_those_of_the_exercise(browser, show):
     found = browser.execute_script(COST, root, cases)
     for (lengths, r, _), page in zip(cases, found, strict=True):
         n = len(lengths)
-        assert page["peak"] == checks._peak_of_lengths(lengths, r)
+        assert page["peak"] == peak_of(lengths, r)
         assert page["forward"] == n
         assert page["rule"] == n + r * max(lengths)
         assert page["runsAgain"] == sum(lengths)
@@ -43,4 +56,4 @@ def test_the_smallest_peak_is_that_of_the_exercise(browser, show):
     script = "return arguments[1].map(([n, r]) => arguments[0].exhibit.best(n, r));"
     found = browser.execute_script(script, root, cases)
     for (n, r), page in zip(cases, found, strict=True):
-        assert page == checks._smallest_peak_of_lengths(n, r), (n, r)
+        assert page == smallest_peak(n, r), (n, r)

@@ -1,4 +1,4 @@
-"""What the solutions of each notebook consist of."""
+"""What the solutions of a notebook consist of."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+Change = tuple[str, str]  # old text, new text
+
 
 @dataclass(frozen=True)
 class Solution:
     """One exercise: what the notebook gives to its check, right answers, and wrong ones.
 
-    Each wrong answer comes with words of the verdict that it must get.
+    A wrong answer is (words of its verdict, the answer), or (words, changes of the first right
+    answer's source).
     """
 
-    exercise: str
     given: tuple = ()
     right: list[Any] = field(default_factory=list)
-    wrong: list[tuple[Any, str]] = field(default_factory=list)
+    wrong: list[tuple[str, Any]] = field(default_factory=list)
+    broken: list[tuple] = field(default_factory=list)  # (words, change, …)
+
+    def wrong_answers(self) -> list[tuple[str, Any]]:
+        changed = [(words, broken(self.right[0], *changes)) for words, *changes in self.broken]
+        return self.wrong + changed
 
 
-def broken(function: Callable, *changes: tuple[str, str]) -> Callable:
-    """Return a function or a class whose source lines are replaced: each (old, new) in turn."""
+def broken(function: Callable, *changes: Change) -> Callable:
+    """Return a function or a class whose source is changed: each (old, new) in turn."""
     source = inspect.getsource(function)
     for old, new in changes:
         assert old in source, old
         source = source.replace(old, new)
     namespace = dict(vars(sys.modules[function.__module__]))
     exec(source, namespace)
-    changed = namespace[function.__name__]
-    changed.source = source  # inspect finds none
-    return changed
+    return namespace[function.__name__]

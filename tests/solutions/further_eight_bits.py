@@ -43,9 +43,8 @@ def codes_alone(x, block):
     return blocks_of(x, block).to(torch.float8_e4m3fn)
 
 
-SOLUTIONS = [
-    Solution(
-        "blockwise_fp8",
+SOLUTIONS = {
+    "blockwise_fp8": Solution(
         right=[
             blocks_of,
             by_loop,
@@ -54,30 +53,27 @@ SOLUTIONS = [
             ),
         ],
         wrong=[
-            (lambda x, block: x.clone(), "nothing is rounded"),
-            (broken(blocks_of, ("(-1, block)", "(1, -1)")), "one scale for each row"),
+            ("nothing is rounded", lambda x, block: x.clone()),
+            ("one scale for each row", broken(blocks_of, ("(-1, block)", "(1, -1)"))),
             (
-                broken(blocks_of, (".amax(dim=-1, keepdim=True)", ".amax()")),
                 "one scale for the whole tensor",
+                broken(blocks_of, (".amax(dim=-1, keepdim=True)", ".amax()")),
             ),
             (
-                broken(blocks_of, ("largest.masked_fill(largest == 0, 448.0)", "largest")),
                 "a block of zeros",
+                broken(blocks_of, ("largest.masked_fill(largest == 0, 448.0)", "largest")),
             ),
             (
-                broken(blocks_of, ("float8_e4m3fn", "float8_e5m2"), ("448.0", "57344.0")),
                 "numbers of E5M2",
+                broken(blocks_of, ("float8_e4m3fn", "float8_e5m2"), ("448.0", "57344.0")),
             ),
-            (broken(blocks_of, (" / scale)", ")")), "differ from the right ones"),
-            (broken(blocks_of, (".flatten(1)", "")), "of the shape of x"),
-            (in_place, "changes x itself"),
-            (fixed_block, "another shape, or another block"),
-            (codes_alone, "Return float32"),
-            (
-                broken(blocks_of, ("parts * scale", "parts"), (" / scale", "")),
-                "without a scale",
-            ),
-            (lambda x, block: None, "must be a tensor"),
+            ("differ from the right ones", broken(blocks_of, (" / scale)", ")"))),
+            ("of the shape of x", broken(blocks_of, (".flatten(1)", ""))),
+            ("changes x itself", in_place),
+            ("another shape, or another block", fixed_block),
+            ("Return float32", codes_alone),
+            ("without a scale", broken(blocks_of, ("parts * scale", "parts"), (" / scale", ""))),
+            ("must be a tensor", lambda x, block: None),
         ],
     ),
-]
+}

@@ -8,27 +8,26 @@ from tests.solutions.answers import Solution
 NOTEBOOK = "further/frameworks.ipynb"
 SECRETS = r"loss_sum \* n_micro|loss_sum / n_targets \*"  # what neither hints nor notebook may say
 
-SOLUTIONS = [
-    Solution(
-        "loss_to_hand_over",
+SOLUTIONS = {
+    "loss_to_hand_over": Solution(
         right=[
             lambda loss_sum, n_targets, n_micro: loss_sum / n_targets * n_micro,
             lambda loss_sum, n_targets, n_micro: n_micro * loss_sum / n_targets,
         ],
         wrong=[
-            (lambda loss_sum, n_targets, n_micro: loss_sum / n_targets, "3 times too small"),
-            (lambda loss_sum, n_targets, n_micro: loss_sum, "only the framework divides"),
-            (lambda loss_sum, n_targets, n_micro: loss_sum * n_micro, "nothing divides by it"),
+            ("3 times too small", lambda loss_sum, n_targets, n_micro: loss_sum / n_targets),
+            ("only the framework divides", lambda loss_sum, n_targets, n_micro: loss_sum),
+            ("nothing divides by it", lambda loss_sum, n_targets, n_micro: loss_sum * n_micro),
             (
-                lambda loss_sum, n_targets, n_micro: loss_sum / n_targets * n_micro**2,
                 "enters twice",
+                lambda loss_sum, n_targets, n_micro: loss_sum / n_targets * n_micro**2,
             ),
             (
-                lambda loss_sum, n_targets, n_micro: loss_sum / n_targets / n_micro,
                 "not that of the full batch",
+                lambda loss_sum, n_targets, n_micro: loss_sum / n_targets / n_micro,
             ),
-            (lambda loss_sum, n_targets, n_micro: float(loss_sum.detach()), "has no graph"),
-            (lambda loss_sum, n_targets: loss_sum, "it raised TypeError"),
+            ("has no graph", lambda loss_sum, n_targets, n_micro: float(loss_sum.detach())),
+            ("it raised TypeError", lambda loss_sum, n_targets: loss_sum),
         ],
     ),
-]
+}

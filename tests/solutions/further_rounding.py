@@ -25,19 +25,18 @@ def neighbours(weight, dtype, direction):
     return (torch.tensor(weight, dtype=dtype).nextafter(toward).item() - weight) * direction / 2
 
 
-SOLUTIONS = [
-    Solution(
-        "lost_below",
+SOLUTIONS = {
+    "lost_below": Solution(
         right=[limit, neighbours],
         wrong=[
-            (broken(limit, ("spacing / 2", "spacing")), "too high"),
-            (lambda w, dtype, direction: torch.finfo(dtype).eps * w / 2, "1.5 in bfloat16"),
-            (lambda w, dtype, direction: torch.finfo(dtype).eps / 2, "0.375"),
-            (lambda w, dtype, direction: limit(w, torch.bfloat16, direction), "1.5 in float16"),
-            (broken(limit, ("spacing / 4", "spacing / 2")), "1 in bfloat16 and updates of sign -"),
-            (lambda w, dtype, direction: torch.finfo(dtype).tiny, "too low"),
-            (lambda w, dtype, direction: None, "a positive number"),
-            (lambda w, dtype: 1.0, "it raised TypeError"),
+            ("too high", broken(limit, ("spacing / 2", "spacing"))),
+            ("1.5 in bfloat16", lambda w, dtype, direction: torch.finfo(dtype).eps * w / 2),
+            ("0.375", lambda w, dtype, direction: torch.finfo(dtype).eps / 2),
+            ("1.5 in float16", lambda w, dtype, direction: limit(w, torch.bfloat16, direction)),
+            ("1 in bfloat16 and updates of sign -", broken(limit, ("spacing / 4", "spacing / 2"))),
+            ("too low", lambda w, dtype, direction: torch.finfo(dtype).tiny),
+            ("a positive number", lambda w, dtype, direction: None),
+            ("it raised TypeError", lambda w, dtype: 1.0),
         ],
     ),
-]
+}

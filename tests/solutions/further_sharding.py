@@ -27,25 +27,24 @@ def one_moment_cut(n_parameters: int, n_processes: int, stage: int) -> float:
     return 8 * n_parameters + 4 * n_parameters / n_processes
 
 
-SOLUTIONS = [
-    Solution(
-        "bytes_per_process",
+SOLUTIONS = {
+    "bytes_per_process": Solution(
         right=[kept],
         wrong=[
-            (broken(kept, ("moments = 8", "moments = 4")), "two moments, all in float32"),
-            (broken(kept, ("gradients = 4", "gradients = 2")), "all in float32"),
-            (broken(kept, ("stage >= 1", "stage >= 0")), "stage 0 cuts nothing"),
-            (broken(kept, ("stage >= 2", "stage >= 1")), "stage 1 is not what you count"),
-            (broken(kept, ("stage >= 3", "stage >= 2")), "that is stage 3"),
-            (broken(kept, ("stage >= 2", "stage >= 3")), "that is stage 1"),
-            (broken(kept, ("stage >= 1", "stage == 1")), "stage 2, with 3 processes"),
-            (broken(kept, ("weights /= n_processes", "weights /= n_processes**2")), "less than"),
-            (broken(kept, ("moments /= n_processes", "moments /= n_processes**2")), "another one"),
-            (broken(kept, ("moments /= n_processes", "moments *= n_processes")), "more than one"),
-            (one_moment_cut, "only one of the two moments"),
-            (broken(kept, ("stage >= 3:", "stage > 3:")), "that is stage 2"),
-            (lambda n, processes: 16 * n / processes, "it raised TypeError"),
-            (lambda n, processes, stage: 16 * n / processes, "stage 0 cuts nothing"),
+            ("two moments, all in float32", broken(kept, ("moments = 8", "moments = 4"))),
+            ("all in float32", broken(kept, ("gradients = 4", "gradients = 2"))),
+            ("stage 0 cuts nothing", broken(kept, ("stage >= 1", "stage >= 0"))),
+            ("stage 1 is not what you count", broken(kept, ("stage >= 2", "stage >= 1"))),
+            ("that is stage 3", broken(kept, ("stage >= 3", "stage >= 2"))),
+            ("that is stage 1", broken(kept, ("stage >= 2", "stage >= 3"))),
+            ("stage 2, with 3 processes", broken(kept, ("stage >= 1", "stage == 1"))),
+            ("less than", broken(kept, ("weights /= n_processes", "weights /= n_processes**2"))),
+            ("another one", broken(kept, ("moments /= n_processes", "moments /= n_processes**2"))),
+            ("more than one", broken(kept, ("moments /= n_processes", "moments *= n_processes"))),
+            ("only one of the two moments", one_moment_cut),
+            ("that is stage 2", broken(kept, ("stage >= 3:", "stage > 3:"))),
+            ("it raised TypeError", lambda n, processes: 16 * n / processes),
+            ("stage 0 cuts nothing", lambda n, processes, stage: 16 * n / processes),
         ],
     ),
-]
+}

@@ -1,7 +1,4 @@
-"""Answers to the exercises of notebook 01, right and wrong.
-
-This folder can be removed without breaking the course.
-"""
+"""Answers to the exercises of notebook 01, right and wrong."""
 
 import torch
 import torch.nn.functional as F
@@ -37,61 +34,58 @@ STEP = "    scaler.step(optimizer)\n"
 OWN_STEP = "    optimizer.step()\n"
 UPDATE = "    scaler.update()\n"
 ZERO = "    optimizer.zero_grad(set_to_none=True)\n"
+NO_AUTOCAST = ("dtype=torch.float16", "enabled=False")
+CLIP_FIRST = (UNSCALE + CLIP, CLIP + UNSCALE)
 
-
-def changed(*changes):
-    return broken(amp_step, *changes)
-
-
-SOLUTIONS = [
-    Solution(
-        "scaler_log",
+SOLUTIONS = {
+    "scaler_log": Solution(
         given=(LOGS,),
         right=[("C", "B"), ["C", "B"]],
         wrong=[
-            (("B", "C"), "in the other order"),
-            (("C", "A"), "run A is healthy"),
-            (("D", "B"), "run D is healthy"),
-            (("C", "C"), "two different runs"),
-            (("C", "X"), "two of the letters"),
-            ("C", "two of the letters"),
-            (5, "two of the letters"),
+            ("in the other order", ("B", "C")),
+            ("run A is healthy", ("C", "A")),
+            ("run D is healthy", ("D", "B")),
+            ("two different runs", ("C", "C")),
+            ("two of the letters", ("C", "X")),
+            ("two of the letters", 5),
         ],
     ),
-    Solution(
-        "control_runs",
+    "control_runs": Solution(
         right=[("B", "C"), ["C", "B"], {"B", "C"}],
         wrong=[
-            (("A", "C"), "more than the weights (products)"),
-            (("C", "E"), "more than the weights (seed)"),
-            (("A", "D"), "more than the weights (products, rate)"),
-            (("A", "B"), "same dtype"),
-            (("C", "D"), "same dtype"),
-            (("B", "E"), "same dtype"),
-            (("B", "B"), "a pair of the letters"),
-            (("B", "X"), "a pair of the letters"),
-            ("BC", "a pair of the letters"),
+            ("more than the weights (products)", ("A", "C")),
+            ("more than the weights (products, rate)", ("A", "D")),
+            ("more than the weights (seed)", ("C", "E")),
+            ("same dtype", ("A", "B")),
+            ("a pair of the letters", ("B", "B")),
+            ("a pair of the letters", "BC"),
         ],
     ),
-    Solution(
-        "amp_step",
+    "amp_step": Solution(
         right=[
             amp_step,
-            changed((ZERO, "    model.zero_grad()\n")),
-            changed((SCALE, "    optimizer.zero_grad()\n" + SCALE), (ZERO, "")),
+            broken(amp_step, (ZERO, "    model.zero_grad()\n")),
+            broken(amp_step, (SCALE, "    optimizer.zero_grad()\n" + SCALE), (ZERO, "")),
         ],
-        wrong=[
-            (changed((UNSCALE + CLIP, CLIP + UNSCALE)), "too short"),
-            (changed((UNSCALE, "")), "too short"),
-            (changed((CLIP, "")), "longer than max_grad_norm"),
-            (changed((STEP, OWN_STEP)), "weights changed"),
-            (changed((UPDATE, "")), "who updates it"),
-            (changed((ZERO, "")), "never cleared"),
-            (changed(("scaler.scale(loss)", "loss")), "scaler.scale"),
-            (changed(("dtype=torch.float16", "enabled=False")), "is autocast on"),
-            (changed(("torch.float16", "torch.bfloat16")), "for which dtype"),
-            (changed((STEP, "")), "did not change the weights"),
-            (changed((CLIP, CLIP + "    raise ValueError('x')\n")), "it raised ValueError"),
+        wrong=[("never called the model", lambda *_: None)],
+        broken=[
+            ("too short: were scaled gradients compared", CLIP_FIRST),
+            ("too short: were scaled gradients compared", (UNSCALE, "")),
+            ("longer than max_grad_norm", (CLIP, "")),
+            (
+                "were parts of it clipped",
+                (CLIP, CLIP.replace("max_grad_norm", "max_grad_norm / 2")),
+            ),
+            ("weights changed", (STEP, OWN_STEP)),
+            ("is the scale ever taken out", (UNSCALE, ""), (STEP + UPDATE, OWN_STEP)),
+            ("who updates it", (UPDATE, "")),
+            ("never cleared", (ZERO, "")),
+            ("scaler.scale", ("scaler.scale(loss)", "loss")),
+            ("is autocast on", NO_AUTOCAST),
+            ("for which dtype", ("torch.float16", "torch.bfloat16")),
+            ("stepped 0 times", (STEP, "")),
+            ("not that of the mean", ("y)\n", "y) / 2\n")),
+            ("it raised ValueError", (CLIP, "    raise ValueError('x')\n")),
         ],
     ),
-]
+}

@@ -1,7 +1,4 @@
-"""Answers to the exercises of notebook 02, right and wrong.
-
-This folder can be removed without breaking the course.
-"""
+"""Answers to the exercises of notebook 02, right and wrong."""
 
 from itertools import islice
 
@@ -9,6 +6,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.solutions.answers import Solution, broken
+from tests.solutions.notebook_01 import (
+    CLIP,
+    CLIP_FIRST,
+    NO_AUTOCAST,
+    OWN_STEP,
+    STEP,
+    UNSCALE,
+    UPDATE,
+    ZERO,
+)
 
 NOTEBOOK = "02-Gradient_Accumulation.ipynb"
 SECRETS = "line 9"  # what neither hints nor the notebook may say
@@ -25,6 +32,24 @@ def amp_window(model, micro_batches, optimizer, scaler, max_grad_norm):
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
+
+
+def weighted_means(model, micro_batches, optimizer, scaler, max_grad_norm):
+    optimizer.zero_grad()
+    n_rows = sum(len(y) for _, y in micro_batches)
+    for x, y in micro_batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.mse_loss(model(x), y)
+        scaler.scale(loss * len(y) / n_rows).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def window_at_once(model, micro_batches, optimizer, scaler, max_grad_norm):
+    x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    amp_window(model, [(x, y)], optimizer, scaler, max_grad_norm)
 
 
 def accumulation_epoch(model, batches, optimizer, grad_accum_steps, max_grad_norm):
@@ -45,151 +70,119 @@ def accumulation_epoch(model, batches, optimizer, grad_accum_steps, max_grad_nor
 
 SUM = ', reduction="sum") / n_rows'  # in both functions
 SCALE = "        scaler.scale(loss).backward()\n"
-UNSCALE = "    scaler.unscale_(optimizer)\n"
-CLIP = "    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
-STEP = "    scaler.step(optimizer)\n"
-OWN_STEP = "    optimizer.step()\n"
-UPDATE = "    scaler.update()\n"
-ZERO = "    optimizer.zero_grad(set_to_none=True)\n"
-
-
-def inner(*lines):
-    """Indent lines, so that they run for each micro-batch."""
-    return "".join("    " + line for line in lines)
-
-
-def window(*changes):
-    return broken(amp_window, *changes)
-
-
-def window_at_once(model, micro_batches, optimizer, scaler, max_grad_norm):
-    x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
-    amp_window(model, [(x, y)], optimizer, scaler, max_grad_norm)
-
-
-WRONG_WINDOWS = [
-    (window((SUM, ")")), "the gradient grows with their number"),
-    (window((SUM, ") / len(micro_batches)")), "a mean of means"),
-    (window((SUM, ', reduction="sum")')), "never divided"),
-    (
-        window(
-            (UNSCALE + CLIP + STEP + UPDATE, CLIP + OWN_STEP),
-            (SCALE, SCALE + inner(UNSCALE, UPDATE)),
-        ),
-        "only the last",
-    ),
-    (window((SCALE, SCALE + inner(UNSCALE, UPDATE))), "more than once"),
-    (window((SCALE, SCALE + inner(UNSCALE))), "it raised RuntimeError"),
-    (window((SCALE, inner(ZERO) + SCALE)), "only the last micro-batch"),
-    (
-        window(
-            (SCALE, SCALE + inner(UNSCALE, CLIP, STEP, UPDATE, ZERO)),
-            (UNSCALE + CLIP + STEP + UPDATE, ""),
-        ),
-        "4 times",
-    ),
-    (window((UNSCALE + CLIP, CLIP + UNSCALE)), "far too short"),
-    (window((UNSCALE, "")), "far too short"),
-    (window((CLIP, "")), "longer than max_grad_norm"),
-    (window((STEP, OWN_STEP)), "The whole window must be skipped"),
-    (window((UNSCALE, ""), (STEP + UPDATE, OWN_STEP)), "is the scale ever taken out"),
-    (window((UPDATE, "")), "updated once"),
-    (window((ZERO, "")), "never cleared"),
-    (window(("dtype=torch.float16", "enabled=False")), "is autocast on"),
-    (window((STEP, "")), "stepped 0 times"),
-    (window((UPDATE, UPDATE + "    raise ValueError('x')\n")), "it raised ValueError"),
-    (window_at_once, "full batch"),
-]
-
+OUTER = UNSCALE + CLIP + STEP + UPDATE + ZERO
 WINDOWS = "    while window := list(islice(batches, grad_accum_steps)):\n"
-SIX_BATCHES = "    batches = list(batches)[:6]\n    batches = iter(batches)\n"
 BACKWARD = "            loss.backward()\n"
 EPOCH_CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)\n"
 EPOCH_STEP = "        optimizer.step()\n"
 EPOCH_ZERO = "        optimizer.zero_grad()\n"
+STREAM = "iter(batches)"
+LOGGED = "window_loss += loss.item()"
+
+
+def each_time(*lines):
+    """Return the change that also runs lines for each micro-batch."""
+    return SCALE, SCALE + "".join("    " + line for line in lines)
 
 
 def epoch(*changes):
     return broken(accumulation_epoch, *changes)
 
 
-ONLY_UNEQUAL = [
-    epoch((SUM, ") / len(window)")),  # the mean of means
-    epoch(("sum(len(y) for _, y in window)", "len(window[0][1]) * len(window)")),
-]
+def windows_end_at(first, second):
+    windows = f"(batches[:{first}], batches[{first}:{second}], batches[{second}:])"
+    return epoch((STREAM, "batches"), (WINDOWS, f"    for window in {windows}:\n"))
 
-WRONG_BREAKS = [
-    (accumulation_epoch, "still right"),
-    (epoch((SUM, ")")), "the gradient grows with their number"),
-    (epoch((SUM, ") / grad_accum_steps")), "as if it were full"),
-    (epoch((SUM, ', reduction="sum")')), "not alone. equal lengths"),
-    (epoch((WINDOWS, SIX_BATCHES + WINDOWS)), "last, shorter"),
-    (epoch((EPOCH_ZERO, "")), "not alone"),
-    (epoch((EPOCH_CLIP, "")), "unequal lengths still passes. What fails is clipping"),
-    (epoch((BACKWARD, BACKWARD + "    " + EPOCH_CLIP)), "clipped after every micro-batch"),
-    (
-        epoch(("window_loss += loss.item()", "window_loss = loss.item() * len(window)")),
-        "last micro",
-    ),
-    (epoch(("window_loss += loss.item()", "window_loss = loss.item()")), "not the means over all"),
-    (epoch(("    return losses\n", "")), "one loss per optimizer step"),
-    (
-        epoch((EPOCH_STEP, "")),
-        "unequal lengths could not be judged. step count: the optimizer never",
-    ),
-    (epoch((BACKWARD, BACKWARD + "    " + EPOCH_STEP)), "windows are there"),
-    (epoch(("iter(batches)", "iter([*batches[:1], *batches])")), "wrong micro-batches"),
-    (epoch((EPOCH_STEP, "        raise ValueError('x')\n")), "it raised ValueError"),
-]
 
+MEAN_OF_MEANS = (SUM, ") / len(window)")
+# {a judge: an epoch that it alone finds wrong}
+ALONE = {
+    "clipping": epoch((EPOCH_CLIP, "")),
+    "unequal lengths": epoch(MEAN_OF_MEANS),
+    "logged losses": epoch((LOGGED, "pass")),
+    "step count": epoch((EPOCH_STEP, "")),
+}
 RUN = {"n": 4, "m": 8, "rate": 2e-3, "tokens": 8192, "seeds": [0, 1, 2, 3, 4]}
+CONTROL = RUN | {"n": 1, "m": 32}
 
-
-def runs(**changes):
-    """Return 4 × 8, and a second run that differs in `changes`."""
-    return RUN, RUN | changes
-
-
-SOLUTIONS = [
-    Solution("amp_window", right=[amp_window], wrong=WRONG_WINDOWS),
-    Solution("break_one", given=("unequal lengths",), right=ONLY_UNEQUAL, wrong=WRONG_BREAKS),
-    Solution(
-        "accumulation_control",
-        right=[runs(n=1, m=32), (runs(n=1, m=32)[1], RUN)],
-        wrong=[
-            (runs(n=1), "the size of the batch could be the cause"),
-            (runs(), "accumulate equally"),
-            (runs(n=8, m=4), "both runs accumulate. The control"),
-            (runs(n=1, m=32, rate=1e-3), "rates differ"),
-            (runs(n=1, m=32, tokens=4 * 8192), "unequal numbers of tokens"),
-            (runs(n=1, m=32, seeds=[5, 6, 7, 8, 9]), "no pairs"),
-            ((RUN | {"seeds": [0]}, RUN | {"seeds": [0], "n": 1, "m": 32}), "too few seeds"),
-            ((RUN,), "two runs"),
-            ("AB", "two runs"),
-            (3, "two runs"),
+SOLUTIONS = {
+    "amp_window": Solution(
+        right=[amp_window, weighted_means],
+        wrong=[("full batch", window_at_once)],
+        broken=[
+            ("the gradient grows with their number", (SUM, ")")),
+            ("a mean of means", (SUM, ") / len(micro_batches)")),
+            ("never divided", (SUM, ', reduction="sum")')),
+            ("shrunk or cleared", each_time(UNSCALE, UPDATE), (OUTER, CLIP + OWN_STEP + ZERO)),
+            ("with its own mean", (SUM, ")"), (SCALE, "    " + ZERO + SCALE)),
+            ("more than once", each_time(UNSCALE, UPDATE)),
+            ("it raised RuntimeError", each_time(UNSCALE)),
+            ("stepped 4 times", each_time(UNSCALE, CLIP, STEP, UPDATE, ZERO), (OUTER, "")),
+            ("far too short: were scaled", CLIP_FIRST),
+            ("longer than max_grad_norm", (CLIP, "")),
+            (
+                "parts of it clipped",
+                each_time(CLIP.replace("max_grad_norm)", "256 * max_grad_norm)")),
+            ),
+            ("The whole step must be skipped", (STEP, OWN_STEP)),
+            ("is the scale ever taken out", (UNSCALE, ""), (STEP + UPDATE, OWN_STEP)),
+            ("updated once", (UPDATE, "")),
+            ("never cleared", (ZERO, "")),
+            ("is autocast on", NO_AUTOCAST),
         ],
     ),
-    Solution(
-        "find_bug",
+    "break_one": Solution(
+        given=("unequal lengths",),
+        right=[
+            ALONE["unequal lengths"],
+            epoch(("sum(len(y) for _, y in window)", "len(window[0][1]) * len(window)")),
+        ],
+        wrong=[
+            ("still right", accumulation_epoch),
+            ("the gradient grows with their number", epoch((SUM, ")"))),
+            ("as if it were full", epoch((SUM, ") / grad_accum_steps"))),
+            ("not alone. equal lengths", epoch((SUM, ', reduction="sum")'))),
+            ("last, shorter", epoch((STREAM, "iter(batches[:6])"))),
+            ("older gradients cleared", epoch((EPOCH_ZERO, ""))),
+            ("unequal lengths still passes. What fails is clipping", ALONE["clipping"]),
+            ("clipped after every", epoch((BACKWARD, BACKWARD + "    " + EPOCH_CLIP))),
+            ("last micro-batch only", epoch((LOGGED, "window_loss = loss.item() * len(window)"))),
+            ("not the means over all", ALONE["logged losses"]),
+            ("one loss per optimizer step", epoch(("    return losses\n", ""))),
+            ("could not be judged. step count: the optimizer never", ALONE["step count"]),
+            ("windows are there", epoch((BACKWARD, BACKWARD + "    " + EPOCH_STEP))),
+            ("counting starts at 0", windows_end_at(1, 4)),
+            ("wrong micro-batches", windows_end_at(2, 5)),
+            ("it raised ValueError", epoch((EPOCH_STEP, "        raise ValueError('x')\n"))),
+        ],
+    ),
+    "accumulation_control": Solution(
+        right=[(RUN, CONTROL), (CONTROL, RUN)],
+        wrong=[
+            ("the size of the batch could be the cause", (RUN, RUN | {"n": 1})),
+            ("accumulate equally", (RUN, RUN)),
+            ("both runs accumulate. The control", (RUN, RUN | {"n": 8, "m": 4})),
+            ("rates differ", (RUN, CONTROL | {"rate": 1e-3})),
+            ("unequal numbers of tokens", (RUN, CONTROL | {"tokens": 4 * 8192})),
+            ("no pairs", (RUN, CONTROL | {"seeds": [5, 6, 7, 8, 9]})),
+            ("too few seeds", (RUN | {"seeds": [0]}, CONTROL | {"seeds": [0]})),
+            ("two runs", (RUN,)),
+            ("two runs", "AB"),
+        ],
+    ),
+    "find_bug": Solution(
         right=[9],
         wrong=[
-            (3, "here the error shows"),
-            (6, "right at unequal lengths"),
-            (10, "limits the whole sum"),
-            (12, "would erase"),
-            (0, "a line number from 1 to 13"),
-            (True, "a line number"),
-            ("9", "a line number"),
+            ("here the error shows", 3),
+            ("right at unequal lengths", 6),
+            ("limits the whole sum", 10),
+            ("would erase", 12),
+            ("a line number from 1 to 13", 0),
+            ("a line number", True),
         ],
     ),
-    Solution(
-        "accumulation_request",
+    "accumulation_request": Solution(
         right=["A", "a"],
-        wrong=[
-            ("B", "one sequence already"),
-            ("C", "at any micro-batch"),
-            ("AB", "one of A, B, C"),
-            (1, "one of A, B, C"),
-        ],
+        wrong=[("one sequence already", "B"), ("at any micro-batch", "C"), ("one of A, B, C", 1)],
     ),
-]
+}

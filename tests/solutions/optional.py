@@ -1,0 +1,179 @@
+"""Answers to the exercises that optional notebooks judge in a cell of their own."""
+
+from types import SimpleNamespace
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+import labutils as lab
+from tests.solutions.answers import Solution, broken
+from tests.solutions.notebook_01 import CLIP, CLIP_FIRST, STEP, UNSCALE, ZERO, amp_step
+
+
+def floor_ms(m, n, k, bytes_per_number, tflops, gb_per_s):
+    computing = 2 * m * n * k / (tflops * 1e12)
+    moving = bytes_per_number * (m * k + k * n + m * n) / (gb_per_s * 1e9)
+    return 1000 * max(computing, moving)
+
+
+def two_clocks(operations):
+    host = device = 0.0
+    for issuing, computing in operations:
+        host += issuing
+        device = max(device, host) + computing
+    return device
+
+
+def larger_sum(operations):
+    host, device = (sum(times) for times in zip(*operations, strict=True))
+    return max(host + operations[-1][1], operations[0][0] + device)
+
+
+def keeping(*shapes):
+    """Return a policy that keeps attention, and the products with weights of these shapes."""
+
+    def policy(ctx, op, *args, **kwargs):
+        is_kept = "addmm" in str(op) and tuple(args[2].shape) in shapes
+        if is_kept or "scaled_dot_product" in str(op):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def trial(**facts):
+    """Return a trial of the capstone that is right, but for the facts that are given."""
+    right = {"changed_task": (), "kept_gib": 3.8, "needed_gib": 5.4, "budget_gib": 5.5}
+    right |= {"step_ms": 2500.0, "limit_ms": 2955.0, "stalled": 0.0, "twin_note": ""}
+    right |= {"loss": 7.28, "target_loss": 7.30, "largest": ("activations", "backward", 20.0)}
+    return SimpleNamespace(**(right | facts))
+
+
+QKV, PROJ, UP = (128, 384), (128, 128), (128, 512)
+BLOCK = {
+    "lab": lab,
+    "block": lab.build_model("gpt2-nano", dropout=0.0, activation="gelu_tanh").transformer.h[0],
+    "block_x": torch.randn(4, 256, 128),
+    "AGAIN": CheckpointPolicy.PREFER_RECOMPUTE,
+}
+HALF_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "max_grad_norm / 2)"))
+FIXED_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "0.01)"))
+
+# (notebook, cell, the answer's name, other names that the cell reads, answers)
+CELLS = [
+    (
+        "speed",
+        "5fd5cc00",
+        "floor_ms",
+        {},
+        Solution(
+            right=[floor_ms],
+            broken=[
+                ("for a large product", ("2 * m", "m")),
+                ("for a large product", ("max(computing, moving)", "(computing + moving)")),
+                ("for a large product", ("max(", "min(")),
+                ("for a large product", ("1000 * ", "")),
+                ("for one row", ("max(computing, moving)", "computing")),
+                ("for one row", (" + m * n", "")),
+                ("for 16 bits", ("bytes_per_number * (", "4 * (")),
+            ],
+        ),
+    ),
+    (
+        "where_time_goes",
+        "24f62975",
+        "two_clocks",
+        {},
+        Solution(
+            right=[two_clocks],
+            wrong=[("and then work for long", larger_sum)],
+            broken=[
+                ("cannot begin", ("max(device, host) + computing", "device + computing")),
+                ("does not wait", ("host += issuing", "host = device + issuing")),
+                ("may still compute", ("return device", "return host + 2")),
+            ],
+        ),
+    ),
+    (
+        "scaler",
+        "9debf3aa",
+        "my_broken_step",
+        {"lab": lab},
+        Solution(
+            right=[
+                broken(amp_step, change)
+                for change in (CLIP_FIRST, (UNSCALE, ""), (CLIP, ""), HALF_LIMIT, FIXED_LIMIT)
+            ],
+            wrong=[
+                ("fail: []", amp_step),
+                ("['products in FP16'", broken(amp_step, ("torch.float16", "torch.bfloat16"))),
+                ("['the weights move', 'clipping'", broken(amp_step, (STEP, ""))),
+                ("['an overflow is skipped']", broken(amp_step, (STEP, "    optimizer.step()\n"))),
+                ("['old gradients are cleared']", broken(amp_step, (ZERO, ""))),
+            ],
+        ),
+    ),
+    (
+        "checkpointing",
+        "s1-exercise",
+        "chosen_policy",
+        BLOCK,
+        Solution(
+            right=[keeping(PROJ, UP)],
+            wrong=[
+                ("10.03 times", keeping(QKV, PROJ, UP)),
+                ("repeats 8.0 %", keeping(QKV, PROJ)),
+                ("possible", keeping()),
+            ],
+        ),
+    ),
+    (
+        "checkpointing",
+        "s5-lengths",
+        "lengths",
+        {},
+        Solution(
+            right=[[2] * 4 + [1] * 16, (2, 2, 2, 2, *[1] * 16)],
+            wrong=[
+                ("40 inputs at the peak. Not yet", [1] * 24),
+                ("Not yet", [1] * 16 + [2] * 4),
+                ("8 layers together", [2] * 4),
+            ],
+        ),
+    ),
+    (
+        "checkpointing",
+        "s5-starts",
+        "starts",
+        {},
+        Solution(
+            right=[[0, 4, 5]],
+            wrong=[
+                ("equally long", [0, 3, 6, 9]),
+                ("so many", [0, 2, 4, 5, 8]),
+                ("belong to none", [4, 5]),
+            ],
+        ),
+    ),
+    (
+        "capstone",
+        "s3-check",
+        "trial",
+        {},
+        Solution(
+            right=[trial(), trial(needed_gib=5.5, step_ms=2955.0, loss=7.30)],
+            wrong=[
+                ("the task itself: seq_len", trial(changed_task=("seq_len",))),
+                ("do not lower this floor", trial(needed_gib=9.2, kept_gib=5.8)),
+                ("backward phase activations take 20.00 GiB", trial(needed_gib=6.0)),
+                ("second time", trial(step_ms=3300.0)),
+                ("rounds stochastically", trial(stalled=0.3)),
+                ("learns less", trial(loss=7.4)),
+                (
+                    "learns less than the plain run. out of memory",
+                    trial(loss=None, twin_note="out of memory"),
+                ),
+            ],
+        ),
+    ),
+]
