@@ -100,6 +100,7 @@ def test_a_class_is_graded(course, tmp_path):
         write(tmp_path / "class" / student / "answers.ipynb", cells)
     for student, (cells, _) in OTHERS.items():
         write(tmp_path / "class" / f"{student}.ipynb", cells)
+    write(tmp_path / "class" / "open" / "optional.ipynb", [SETUP])
     write(tmp_path / "class" / "empty.ipynb", [])
     (tmp_path / "class" / "text.ipynb").write_text("no notebook")
     out = tmp_path / "out"
