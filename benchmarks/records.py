@@ -7,8 +7,8 @@ twenty minutes on one thread of a CPU. rates: batches of 8 and of 32 at every ra
 `convergence.RATES`, with seed 0. Held-out losses are on all held-out text.
 stability: six arms at three rates with ten seeds each, a decaying rate and torch's own growth
 interval: one to three hours on one thread, most of them in FP16. Each of its runs is kept in runs/
-when it ends, so it continues where it was stopped. The record that ships is an older one, with five
-arms, eight seeds, a constant rate and a growth interval of 8.
+when it ends, so it continues where it was stopped. The records that ship have eight seeds; that of
+stability is older, with five arms, a constant rate and a growth interval of 8.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import torch
 from tqdm import tqdm
 
 from labutils.config.reader import load_config
+from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir, write_atomically
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.training import convergence
-from labutils.training.loop import train
+from labutils.training.loop import Training, train
 from labutils.training.planned import rate_of
-from labutils.training.records import RunRecord
 from labutils.workload.build import build_corpus, build_data, build_workload
 
 SEEDS, TOKENS, EVERY_TOKENS = 10, 98_304, 8_192
@@ -75,14 +75,13 @@ def plan_of(what: str, seeds: int) -> list[tuple[str, int, dict[str, object]]]:
     return [(arm, seed, {}) for seed, arm in itertools.product(range(seeds), arms)]
 
 
-def held_out_rows(record: RunRecord) -> list[dict[str, object]]:
+def held_out_rows(config: Config, training: Training) -> list[dict[str, object]]:
     """Return a row for each held-out loss of a run."""
-    config = record.config
-    arm = {"arm": record.name, "sequences": config["tokens_per_step"] // convergence.SEQ_LEN}
-    arm |= {"learning_rate": round(config["learning_rate"], 6), "seed": config["seed"]}
+    arm = {"arm": config.name, "sequences": config.tokens_per_step // convergence.SEQ_LEN}
+    arm |= {"learning_rate": round(config.learning_rate, 6), "seed": config.seed}
     rows = []
-    for steps, loss in record.held_out:
-        tokens = steps * config["tokens_per_step"]
+    for steps, loss in training.held_out:
+        tokens = steps * config.tokens_per_step
         rows.append(arm | {"tokens": tokens, "held_out_loss": round(loss, 5)})
     return rows
 
@@ -91,14 +90,14 @@ def convergence_text(what: str, options: argparse.Namespace) -> str:
     """Train what the record of convergence, or of rates, holds; return its text."""
     rows = []
     for arm, seed, changes in tqdm(plan_of(what, options.seeds), file=sys.stderr, unit="run"):
-        config = convergence.config_of(arm, seed, options.tokens)
+        config = convergence.config_of(arm, seed, options.tokens, **changes)
         changes["eval_every"] = options.every_tokens // config.tokens_per_step
-        record = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
-        rows += held_out_rows(record)
+        training = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
+        rows += held_out_rows(config, training)
     corpus = build_corpus(convergence.config_of(convergence.SMALL, 0, TOKENS).on("cpu"))
     batches = convergence.held_out_batches(corpus)
     n_sequences = sum(len(batch["labels"]) for batch in batches)
-    facts = facts_of(what, record.corpus) | {"rule": RULES[what]}
+    facts = facts_of(what, corpus.digest) | {"rule": RULES[what]}
     n_targets = n_sequences * (convergence.SEQ_LEN - 1)
     facts["held-out text"] = f"all {n_sequences} held-out sequences, {n_targets} targets"
     return text_of(facts, pd.DataFrame(rows))

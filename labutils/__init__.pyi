@@ -5,11 +5,11 @@ from . import plotting as plotting
 from .config.card import CONTEXT_GIB as CONTEXT_GIB
 from .config.cards import CARDS as CARDS
 from .config.choices import MODELS as MODELS
-from .config.deepspeed import deepspeed_problems as deepspeed_problems
 from .config.reader import load_config as load_config
 from .config.schema import Config as Config
 from .config.schema import ConfigError as ConfigError
 from .exhibits import play as play
+from .files import runs_dir as runs_dir
 from .guesses import answer as answer
 from .guesses import guess as guess
 from .guesses import scores as scores
@@ -44,8 +44,6 @@ from .prediction.published import published as published
 from .prediction.selective import WithPolicy as WithPolicy
 from .prediction.selective import half_of_squares as half_of_squares
 from .prediction.selective import policy_cost as policy_cost
-from .prediction.sharded import bus_seconds as bus_seconds
-from .prediction.sharded import host_bytes as host_bytes
 from .prediction.sharded import sharded as sharded
 from .prediction.sizes import fitting as fitting
 from .prediction.sizes import largest_micro_batch as largest_micro_batch
@@ -68,11 +66,8 @@ from .techniques.precision import autocast as autocast
 from .techniques.precision import tf32 as tf32
 from .training import capstone as capstone
 from .training import convergence as convergence
-from .training import exchange as exchange
-from .training import processes as processes
 from .training import profiles as profiles
 from .training import shapes as shapes
-from .training import sharding as sharding
 from .training import speed as speed
 from .training.alternate import alternate as alternate
 from .training.compare import compare as compare
@@ -87,6 +82,7 @@ from .training.loop import to_device as to_device
 from .training.loop import train as train
 from .training.noise import paired_difference as paired_difference
 from .training.noise import paired_ratio as paired_ratio
+from .training.processes import in_processes as in_processes
 from .training.records import find_runs as find_runs
 from .training.records import load_record as load_record
 from .training.waiting import waits as waits

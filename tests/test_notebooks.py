@@ -148,7 +148,7 @@ def test_a_name_of_another_section_is_noticed(tmp_path):
 
 @EACH
 def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(name, tmp_path):
-    setup, *_ = sections(name)["setup"]  # definitions that sections share may follow
+    setup = sections(name)["setup"][0]  # definitions that sections share may follow
     assert len(setup.splitlines()) <= 10
     # labutils tells torch's C++ code what to log, and torch reads that once
     assert "import labutils" in setup.partition("import torch")[0]

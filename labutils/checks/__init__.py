@@ -32,7 +32,6 @@ from labutils.checks.profiling import (
     useful_del,
 )
 from labutils.checks.quiz import self_test
-from labutils.checks.sharding import bytes_per_process
 from labutils.checks.steps import failures
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "block_runs",
     "blockwise_fp8",
     "break_one",
-    "bytes_per_process",
     "control_runs",
     "failures",
     "find_bug",

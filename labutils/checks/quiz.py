@@ -1,4 +1,4 @@
-"""The self-test at the end of a notebook: the questions of quizzes.yaml, with four choices each."""
+"""The self-test at the end of a notebook: four choices a question, and why. See quizzes.yaml."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from labutils.plotting import curves
 from labutils.prediction.arithmetic import n_parameters
 from labutils.techniques.loss import count_targets, lm_loss_sum
 from labutils.techniques.numerics import BF16, FP16, FP32
-from labutils.training.exchange import exchanged_mean
 from labutils.training.gradients import compare_gradients, window_gradient
 from labutils.workload.data import batches, sequences
 from labutils.workload.gpt2 import build_model
@@ -27,6 +26,7 @@ from labutils.workload.gpt2 import build_model
 FORMATS = (FP32, BF16, FP16)
 WORKERS = (2, 4, 8, 16, 32, 64)
 N_ELEMENTS = 64
+ORDERS = ("ring", "tree")
 PCIE = 16 * 128 / 130 / 8  # 16 lanes, per GT/s: in 10^9 bytes a second
 LINKS = {
     "10 Gbit/s Ethernet": 10 / 8,
@@ -58,6 +58,37 @@ def gradients() -> torch.Tensor:
 
 def _mean_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return lm_loss_sum(model, batch) / count_targets(batch)
+
+
+def exchanged_mean(
+    gradients: torch.Tensor, dtype: torch.dtype, order: str, scale: float = 1.0
+) -> torch.Tensor:
+    """Return the workers' mean gradient as DDP's hooks compute it, float32, `(n,)`.
+
+    `gradients` are float32, `(n_workers, n)`. They are multiplied by `scale`, rounded to `dtype`,
+    divided by the number of workers (against overflow) and added. Then `scale` is taken out.
+    """
+    parts = (gradients * scale).to(dtype).div_(len(gradients))
+    total = _added_in_a_ring(parts) if order == "ring" else _added_in_a_tree(parts)
+    return total.float() / scale
+
+
+def _added_in_a_ring(parts: torch.Tensor) -> torch.Tensor:
+    """Part c of n begins at worker c and visits the others in turn."""
+    n_workers, sums = len(parts), []
+    for c, chunk in enumerate(parts.tensor_split(n_workers, dim=1)):
+        total = chunk[c]
+        for hop in range(1, n_workers):
+            total = total + chunk[(c + hop) % n_workers]
+        sums.append(total)
+    return torch.cat(sums)
+
+
+def _added_in_a_tree(parts: torch.Tensor) -> torch.Tensor:
+    """Neighbours are added, then their sums, and so on; each number of WORKERS is a power of 2."""
+    while len(parts) > 1:
+        parts = parts[0::2] + parts[1::2]
+    return parts[0]
 
 
 def packed(values: torch.Tensor) -> str:

@@ -22,23 +22,3 @@ def sharded(static: dict[str, float], n_processes: int, stage: int) -> dict[str,
         is_cut = stage >= CUT_FROM_STAGE.get(name, 4)
         parts[name] = n_bytes / n_processes if is_cut else n_bytes
     return parts
-
-
-def host_bytes(n_parameters: float, *, weights_too: bool = False) -> float:
-    """Return the RAM that DeepSpeed's own estimator asks for when it offloads AdamW's state.
-
-    16 bytes per parameter (float32 master weight, gradient, two moments), 18 with the 16-bit
-    weights there, too; then half as much again for buffers. On one GPU.
-    Source: DeepSpeed's `estimate_zero3_model_states_mem_needs` (runtime/zero/stage3.py).
-    """
-    per_parameter = 18 if weights_too else 16
-    return 1.5 * n_parameters * per_parameter
-
-
-def bus_seconds(n_parameters: float, gb_per_s: float) -> float:
-    """Return the least seconds that a step's gradients and new weights need on the bus.
-
-    16-bit gradients go to RAM, 16-bit weights come back; `gb_per_s` is 10^9 bytes a second, one
-    way. Nothing overlaps here: with overlap a part of it is hidden.
-    """
-    return 2 * 2 * n_parameters / (gb_per_s * 1e9)

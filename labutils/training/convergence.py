@@ -16,10 +16,9 @@ import torch
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
-from labutils.training.loop import train
+from labutils.training.loop import Training, train
 from labutils.training.noise import PairedDifference, paired_difference
 from labutils.training.planned import rate_of
-from labutils.training.records import RunRecord
 from labutils.workload.build import build_data, build_workload
 from labutils.workload.data import Corpus
 
@@ -75,15 +74,15 @@ def held_out_batches(corpus: Corpus) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in held_out.split(32)]
 
 
-def run(arm: str, seed: int, tokens: int, device: torch.device, **changes: Any) -> RunRecord:
-    """Train the config of an arm (see `config_of`), and return its record, which is not saved.
+def run(arm: str, seed: int, tokens: int, device: torch.device, **changes: Any) -> Training:
+    """Train the config of an arm (see `config_of`), and return what came of it.
 
     Its held-out losses are on all held-out text.
     """
     config = config_of(arm, seed, tokens, **changes).on(device.type)
     data = build_data(config)
     work = build_workload(config, device, data)
-    record = train(
+    return train(
         work.model,
         data.batches,
         work.loss_fn,
@@ -97,8 +96,6 @@ def run(arm: str, seed: int, tokens: int, device: torch.device, **changes: Any) 
         name=config.name,
         progress=False,
     )
-    facts = {"config": config.model_dump(exclude={"when_cpu", "overrides"})}
-    return record.model_copy(update=facts | {"corpus": data.corpus.digest})
 
 
 @dataclass(frozen=True)

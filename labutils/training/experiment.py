@@ -116,33 +116,33 @@ def _train_safely(
         ):
             if device.type == "cpu":
                 require_host_memory(run.config)
-            trained = _train_and_measure(run, device, data, saver, progress)
-        environment = trained.environment | planned.environment
+            results = _train_and_measure(run, device, data, saver, progress)
     except (RuntimeError, MemoryError) as error:
         # of several processes one that goes on alone would be waited for
         if not is_out_of_memory(error) or accelerated.world_size() > 1:
             raise
-        run_id, created = new_id()
-        reason = short_message(error)
-        failed = {"id": run_id, "created": created, "outcome": "out_of_memory", "reason": reason}
-        trained, environment = planned.model_copy(update=failed), planned.environment
+        results = {"outcome": "out_of_memory", "reason": short_message(error)}
     free_memory()
-    reason = trained.reason
-    if trained.outcome == "out_of_memory":
+    if results["outcome"] == "out_of_memory":
         # here: in the handler the traceback still keeps tensors alive
         with suppress(KeyboardInterrupt):  # while they are looked for: the record must be saved
-            reason = f"{reason}. {suggest_changes(config, device)}"
-    kept = ("name", "note", "config", "corpus", "repeat", "tokens_per_step", "steps_planned")
-    facts = {key: getattr(planned, key) for key in kept}
-    micro_batches = len(trained.series.loss) * run.config.grad_accum_steps
-    facts["epochs"] = micro_batches / data.micro_batches_per_epoch
-    return trained.model_copy(update=facts | {"environment": environment, "reason": reason})
+            results["reason"] += f". {suggest_changes(config, device)}"
+    run_id, created = new_id()
+    results |= {"id": run_id, "created": created}
+    results["environment"] = planned.environment | results.get("environment", {})
+    record = planned.model_copy(update=results)
+    micro_batches = len(record.series.loss) * run.config.grad_accum_steps
+    epochs = micro_batches / data.micro_batches_per_epoch
+    return record.model_copy(update={"epochs": epochs})
 
 
 def _train_and_measure(
     run: Run, device: torch.device, data: Data, saver: Saver, progress: bool
-) -> RunRecord:
-    """Train, then measure one more step; everything allocated dies with this frame."""
+) -> dict[str, Any]:
+    """Train, then measure one more step; return what this adds to the planned record.
+
+    Everything allocated dies with this frame.
+    """
     config, n = run.config, accelerated.world_size()
     work = build_workload(config, device, data, n)
     if n > 1:
@@ -152,7 +152,7 @@ def _train_and_measure(
     if COMPILE_MODES[config.compile].is_on and progress:
         mode = f"compile: {config.compile}"
         print(f"{config.name}: the first step compiles the model ({mode}); that takes a while")
-    record = train(
+    training = train(
         work.model,
         data.batches,
         work.loss_fn,
@@ -170,14 +170,18 @@ def _train_and_measure(
         progress=progress,
     )
     flops = flops_per_token(work.model, config.seq_len)
-    timing = timing_of(record.series.step_ms, flops, config, device)
-    record = record.model_copy(update={"timing": timing})
+    results = {
+        "series": training.series,
+        "held_out": training.held_out,
+        "outcome": training.outcome,
+        "reason": training.reason,
+        "timing": timing_of(training.series.step_ms, flops, config, device),
+    }
     if COMPILE_MODES[config.compile].is_on:
-        compiled = record.environment | {"torch.compile": work.loss_fn.report}
-        record = record.model_copy(update={"environment": compiled})
-    if record.outcome != "completed":
-        return record
-    return record.model_copy(update=_measured(work, config, device, n))
+        results["environment"] = {"torch.compile": work.loss_fn.report}
+    if training.outcome == "completed":
+        results |= _measured(work, config, device, n)
+    return results
 
 
 def _measured(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 from tqdm import tqdm
 
 from labutils.config.choices import PRECISIONS
-from labutils.files import code_version, commit, new_id
 from labutils.machine import here
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.techniques.loss import LossFn, count_targets
@@ -21,11 +21,26 @@ from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
 from labutils.techniques.step import take_step
 from labutils.training import accelerated
-from labutils.training.records import RunRecord
+from labutils.training.records import Outcome, Series
 from labutils.training.resume import Saver, orderly_stop
 from labutils.training.step_log import StepLog
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training gave: one value per optimizer step, and how it ended.
+
+    `held_out` has (optimizer steps done, mean loss on held-out text). `tokens_per_step` counts the
+    first step's targets.
+    """
+
+    series: Series
+    held_out: list[tuple[int, float]]
+    outcome: Outcome
+    reason: str
+    tokens_per_step: int
 
 
 def train(
@@ -46,8 +61,8 @@ def train(
     saver: Saver | None = None,
     name: str = "run",
     progress: bool = True,
-) -> RunRecord:
-    """Train `model` for `steps` optimizer steps on its own device; return the record, unsaved.
+) -> Training:
+    """Train `model` for `steps` optimizer steps on its own device; return what came of it.
 
     `batches` yields micro-batches (tensors, or dicts of them), which are moved to the device here.
     `loss_fn(model, micro_batch)` returns a loss summed over `count_targets(micro_batch)` targets.
@@ -59,7 +74,7 @@ def train(
     A `saver` keeps the run's state on disk, and skips the steps that it has found done.
 
     Three events end the run early: Ctrl-C, several non-finite losses in a row, and running out of
-    memory after the first step. The record then has the steps so far, and `outcome` says why.
+    memory after the first step. The series then has the steps so far, and `outcome` says why.
     Other exceptions are not caught. Raises PrecisionUnsupported before any work. Raises ValueError
     if an `OptimizerInBackward` meets what needs all gradients at once.
     """
@@ -140,19 +155,12 @@ def train(
             reason = f"after {log.n_complete} of {steps} steps: {short_message(error)}"
         optimizer.zero_grad(set_to_none=True)  # of a step that was not finished
         log.read()
-    run_id, created = new_id()
-    return RunRecord(
-        id=run_id,
-        created=created,
-        name=name,
-        environment={**here.environment(device), "commit": commit()},
-        code=code_version(),
-        outcome=outcome,
-        reason=reason,
-        steps_planned=steps,
-        tokens_per_step=targets_per_step,
+    return Training(
         series=log.series(final_scale=float(scaler.get_scale())),
         held_out=log.held_out,
+        outcome=outcome,
+        reason=reason,
+        tokens_per_step=targets_per_step,
     )
 
 

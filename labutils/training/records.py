@@ -15,6 +15,7 @@ from labutils.files import program, runs_dir, write_atomically
 from labutils.memory.ledger import FROZEN, MemoryLedger
 
 RECORD_VERSION = 1
+Outcome = Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"]
 
 
 class RecordError(ValueError):
@@ -70,9 +71,7 @@ class RunRecord(BaseModel):
     corpus: str = ""
     code: str = ""
     repeat: int = 0
-    outcome: Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"] = (
-        "completed"
-    )
+    outcome: Outcome = "completed"
     reason: str = ""
     steps_planned: int = 0
     tokens_per_step: int = 0

@@ -9,10 +9,9 @@ from tests.solutions import (
     further_eight_bits,
     further_frameworks,
     further_rounding,
-    further_sharding,
 )
 
-MODULES = (further_eight_bits, further_frameworks, further_rounding, further_sharding)
+MODULES = (further_eight_bits, further_frameworks, further_rounding)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.NOTEBOOK)
