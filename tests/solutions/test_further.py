@@ -1,4 +1,4 @@
-"""Four optional notebooks whose judge still stands in the package: it goes when they have a cell."""
+"""Optional notebooks whose judge still stands in the package: each goes with its cell."""
 
 from __future__ import annotations
 
