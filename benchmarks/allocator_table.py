@@ -28,7 +28,7 @@ from labutils.machine import here
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
 from labutils.prediction.replay import STEPS
 from labutils.techniques import precision
-from labutils.training.loop import train
+from labutils.training.train import train
 from labutils.workload.build import build_loss, build_optimizer, float32_model
 from labutils.workload.gpt2 import vocab_size
 

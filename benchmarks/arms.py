@@ -17,7 +17,7 @@ from torch import nn
 from benchmarks.plain_gpt import PlainGPT
 from labutils.config.schema import Config
 from labutils.techniques import precision
-from labutils.training.loop import to_device, train
+from labutils.training.train import to_device, train
 from labutils.workload.build import build_experiment_model, build_loss, build_optimizer
 from labutils.workload.gpt2 import build_model
 

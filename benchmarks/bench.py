@@ -36,7 +36,7 @@ from labutils.machine.gpu import choose_device
 from labutils.memory.cpu_recorder import peak_allocated
 from labutils.memory.ledger import MIB
 from labutils.techniques import precision
-from labutils.training.speed import flops_per_token, peak_rate
+from labutils.training.runs import flops_per_token, peak_rate
 from labutils.workload import data
 from labutils.workload.build import build_corpus, float32_model
 

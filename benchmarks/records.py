@@ -32,8 +32,8 @@ from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.training import convergence
-from labutils.training.loop import Training, train
-from labutils.training.planned import rate_of
+from labutils.training.runs import rate_of
+from labutils.training.train import Training, train
 from labutils.workload.build import build_corpus, build_data, build_workload
 
 SEEDS, TOKENS, EVERY_TOKENS = 10, 98_304, 8_192

@@ -68,7 +68,6 @@ ConfigNames = Annotated[list[str], typer.Argument(help=CONFIG, autocompletion=_c
 RunNames = Annotated[list[str], typer.Argument(help=RUN, autocompletion=_run_names)]
 Notebooks = Annotated[list[str], typer.Argument(help=COURSE)]
 Pairs = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a value")]
-Repeat = Annotated[int, typer.Option(min=1, help="so many times; compare uses their spread")]
 Rerun = Annotated[bool, typer.Option("--rerun", help="train even if an equal run is recorded")]
 Resume = Annotated[bool, typer.Option("--resume", help="continue from what save_every has left")]
 Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
@@ -120,7 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     config: ConfigName,
     pairs: Pairs = (),
-    repeat: Repeat = 1,
     rerun: Rerun = False,
     resume: Resume = False,
 ) -> None:
@@ -129,8 +127,8 @@ def run(
     from labutils.config.reader import load_config, parse_overrides
 
     experiment = load_config(config, **parse_overrides(pairs))
-    from labutils.session import setup
-    from labutils.training.experiment import NOT_SAVED, run_experiment
+    from labutils.session import run_experiment, setup
+    from labutils.training.runs import NOT_SAVED
 
     if int(os.environ.get("RANK", 0)):  # of processes launched together only the first one prints
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
@@ -138,11 +136,7 @@ def run(
     if device.type == "cpu":
         for line in edits_without_effect(config):
             print(line)
-    how = {"device": device, "rerun": rerun, "resume": resume}
-    for number in range(repeat):
-        record = run_experiment(experiment, repeat=number, **how)
-        if record.outcome != "completed":
-            break
+    record = run_experiment(experiment, device=device, rerun=rerun, resume=resume)
     if record.series.loss:
         _print_runs([record])
         _print_mfu([record])
@@ -172,8 +166,7 @@ def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
     if newest:
         _print_runs(newest)
     for path in sorted(runs_dir().glob("*.state")):
-        unfinished = path.stem.rpartition("-")[0]
-        print(f"unfinished, or still running: {unfinished}; its command with --resume continues it")
+        print(f"unfinished, or still running: {path.stem}; its command with --resume continues it")
     for problem in problems:
         print(problem, file=sys.stderr)
     raise typer.Exit(1 if problems else 0)
@@ -244,17 +237,11 @@ def _print_table(table: pd.DataFrame) -> None:
 @app.command()
 def compare(runs: RunNames, csv: Csv = False) -> None:
     """Compare recorded runs; the first is the baseline."""
-    from labutils.training.compare import compare as compare_records
-    from labutils.training.compare import readable
-    from labutils.training.records import load_record, load_repeats
+    from labutils.training.records import compare as compare_records
+    from labutils.training.records import load_record, readable
 
-    repeats = [load_repeats(name) for name in runs]
-    if len({first.experiment for first, *_ in repeats}) == len(runs):
-        records = [record for group in repeats for record in group]
-    else:  # runs of one experiment stand under their ids
-        records = [load_record(name) for name in runs]
-        records = [r.model_copy(update={"name": f"{r.name}-{r.id}"}) for r in records]
-    table = compare_records(records, baseline=records[0].name)
+    records = [load_record(name) for name in runs]
+    table = compare_records(records)
     if csv:
         print(table.to_csv(), end="")
     else:

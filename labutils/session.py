@@ -1,22 +1,28 @@
-"""What a notebook's first cell calls."""
+"""Where training and prediction meet: what a notebook's first cell calls, and its experiments."""
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 import torch
 
+from labutils.config.card import PrecisionUnsupported
+from labutils.config.reader import load_config
 from labutils.config.schema import Config
+from labutils.files import new_id
 from labutils.machine import here
 from labutils.machine.gpu import choose_device, diagnose, gpu_facts
 from labutils.machine.threads import choose_threads
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
-from labutils.prediction.out_of_memory import suggest_changes
+from labutils.prediction.out_of_memory import require_host_memory, suggest_changes
 from labutils.techniques import compiling
+from labutils.training.records import RunRecord
+from labutils.training.runs import run_config
 
 
 def setup() -> torch.device:
@@ -46,6 +52,61 @@ def setup() -> torch.device:
     if said and device.type == "cpu":
         print(f"!! {said}")
     return device
+
+
+def run_experiment(
+    config: Config | str,
+    *,
+    device: torch.device | None = None,
+    rerun: bool = False,
+    resume: bool = False,
+    progress: bool = True,
+) -> RunRecord:
+    """Train the experiment of a config (or of a YAML file), and save and return its record.
+
+    A completed run with equal config, code, corpus and device is returned instead, unless
+    `rerun=True`. A slow precision runs fewer steps. After training, one untimed step measures
+    memory. `resume=True` continues from the state that an unfinished run with `save_every` has left
+    in runs/, or begins if there is none; on a CPU its losses are bit-identical.
+
+    Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out
+    of memory and Ctrl-C are outcomes in the record, and what was allocated is free again. In a
+    notebook KeyboardInterrupt is raised again when the record is saved. Raises
+    OSError before training if runs/ cannot be written; should that fail after it, the record is
+    returned all the same, and says so. Raises StateError if a state is damaged, or belongs to
+    another experiment of that name.
+    """
+    return run_config(
+        config if isinstance(config, Config) else load_config(config),
+        device or choose_device(),
+        rerun=rerun,
+        resume=resume,
+        progress=progress,
+        require_memory=require_host_memory,
+        ways_out=suggest_changes,
+    )
+
+
+def run_experiments(configs: Iterable[Config | str], *, progress: bool = True) -> list[RunRecord]:
+    """Run configs (or YAML files), one after the other, and return their records.
+
+    A precision that this device lacks gives an unsaved record with `outcome` "unsupported" and the
+    reason.
+    """
+    records = []
+    for config in configs:
+        config = config if isinstance(config, Config) else load_config(config)
+        try:
+            record = run_experiment(config, progress=progress)
+        except PrecisionUnsupported as problem:
+            reason = str(problem).partition(": ")[2]
+            if progress:
+                print(f"{config.name}: not on this device: {reason}")
+            run_id, created = new_id()
+            what = {"id": run_id, "created": created, "name": config.name, "note": config.note}
+            record = RunRecord(**what, outcome="unsupported", reason=reason)
+        records.append(record)
+    return records
 
 
 def explain_in_notebooks(on: bool = True) -> None:

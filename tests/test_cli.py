@@ -43,7 +43,7 @@ def test_run_then_runs_then_compare(runs, capsys):
     assert main(["compare", "fp32", "other", "--csv"]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header == (
-        "run,learning_rate,step_ms,speedup,tokens_per_s,peak_mib,saving_percent,loss,verdict"
+        "run,learning_rate,step_ms,speedup,tokens_per_s,peak_mib,saving_percent,loss,outcome"
     )
     assert len(rows) == 2
 
@@ -68,7 +68,6 @@ def test_wrong_usage_exits_with_2(capsys):
         ("nonsense",): "nonsense",
         ("run",): "CONFIG",
         ("run", "fp32", "steps=2"): "steps=2",
-        ("run", "fp32", "--repeat", "0"): "--repeat",
         ("predict", "fp32", "--gpu-memory-gib", "nan"): "--gpu-memory-gib",
         ("predict", "fp32", "--gpu-memory-gib", "8GB"): "--gpu-memory-gib",
         ("predict", "fp32", "--device", "t44"): "rtx5090",

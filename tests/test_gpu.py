@@ -22,7 +22,7 @@ from labutils.memory.tensors import tensor_bytes
 from labutils.prediction import calibrate, calibrate_gpu, replay
 from labutils.techniques import adapters, precision
 from labutils.training.records import load_record
-from labutils.training.step_log import StepLog
+from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import REPO, sizes_on
 

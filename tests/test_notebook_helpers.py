@@ -83,20 +83,3 @@ def test_what_is_kept_can_be_counted_by_kind():
     assert kept[torch.float32] == x.nbytes + output.nbytes  # ReLU keeps its output
     assert kept[torch.int64] == 0  # a Counter: what is not there is 0
     assert output.requires_grad
-
-
-def test_product_speeds_leave_out_what_the_device_lacks(monkeypatch):
-    monkeypatch.setattr(lab.speed.here, "matmul_rate", lambda dtype, *_, **__: dtype.itemsize / 8)
-    found = lab.speed.product_speeds(("fp32", "tf32", "bf16"), CPU)
-    assert {name: (speed.mean, speed.verdict) for name, speed in found.items()} == {
-        "fp32": (1.0, "cannot tell here"),
-        "bf16": (0.5, "smaller"),
-    }
-
-
-def test_amdahl_by_hand():
-    assert lab.speed.amdahl(0.5, 2.0) == pytest.approx(4 / 3)
-    assert lab.speed.amdahl(0.0, 9.0) == 1
-    assert lab.speed.amdahl(1.0, 0.1) == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="0 to 1"):
-        lab.speed.amdahl(2.0, 2.0)

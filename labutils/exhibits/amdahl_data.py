@@ -12,8 +12,8 @@ from labutils.config.cards import CARDS
 from labutils.config.choices import PRECISIONS, SIXTEEN_BIT
 from labutils.config.reader import load_config
 from labutils.config.resolve import precision_on
+from labutils.memory.kinds import PRODUCT
 from labutils.prediction.time import PRODUCTS, predict_time
-from labutils.prediction.work import PRODUCT
 
 FILE = Path(__file__).with_name("amdahl_cards.json")
 BASELINE = next(iter(PRECISIONS))  # float32
@@ -36,6 +36,16 @@ def predicted(card: str) -> dict[str, str | float]:
     }
     rounded = {key: float(f"{value:.4g}") for key, value in numbers.items()}
     return {"card": card, "precision": name, **rounded}
+
+
+def amdahl(share: float, speedup: float) -> float:
+    """Return the speed-up of a whole of which a `share` (0 to 1) becomes `speedup` times as fast.
+
+    Amdahl's law (1967). Raises ValueError for a share beyond 0 to 1, or a speed-up not positive.
+    """
+    if not 0 <= share <= 1 or speedup <= 0:
+        raise ValueError(f"a share is 0 to 1 and a speed-up positive; got {share} and {speedup}")
+    return 1 / (1 - share + share / speedup)
 
 
 def cards() -> list[dict[str, str | float]]:

@@ -10,7 +10,7 @@ import torch
 from labutils.memory.tensors import flat_gradient
 from labutils.techniques.loss import count_targets, lm_loss_sum
 from labutils.techniques.numerics import FP16
-from labutils.training.loop import train
+from labutils.training.train import train
 from labutils.workload.data import batches, sequences
 from labutils.workload.gpt2 import build_model
 

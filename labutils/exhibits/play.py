@@ -40,7 +40,6 @@ from labutils.techniques.numerics import (
     FP16,
     fp16_fate,
 )
-from labutils.training import speed
 
 
 def number(value: float = 0.1, number_format: str = "BF16") -> Exhibit:
@@ -221,12 +220,12 @@ def amdahl(
     if (share, speedup, measured) != (None, None, None):
         if share is None or speedup is None:
             raise ValueError("give both numbers: the share of products, and their speed-up")
-        own = {"step": measured, "amdahl": speed.amdahl(share, speedup)}
+        own = {"step": measured, "amdahl": amdahl_data.amdahl(share, speedup)}
         data |= {"share": share, "speedup": speedup, "own": own}
     powers = [2.0**k for k in (0, 1, 2, 3, 4, 5, 6)]
     lines = {}
     for part in (0.5, 0.75, 0.9):
-        lines[f"products are {part:.0%}"] = {r: speed.amdahl(part, r) for r in powers}
+        lines[f"products are {part:.0%}"] = {r: amdahl_data.amdahl(part, r) for r in powers}
     ax = curves(lines, "speed of one product, ×", "speed of the step, ×", log2_ticks=powers)
     claim = (
         f"64 times faster products make a step at most {lines['products are 90%'][64]:.1f}× fast"

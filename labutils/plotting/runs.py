@@ -10,24 +10,23 @@ from matplotlib.axes import Axes
 
 from labutils.plotting.memory import stacked_memory
 from labutils.plotting.style import COLORS, line_look, new_axis, place_of
-from labutils.training.compare import group_by_experiment
-from labutils.training.records import RunRecord
+from labutils.training.records import RunRecord, labels
 
 
 def four_panels(records: Sequence[RunRecord]) -> np.ndarray:
     """Draw step time, tokens/s, peak by category and loss; return the 2×2 axes.
 
-    Repeated runs of an experiment share a bar. A run that took no step is left out.
+    A run that took no step is left out.
     """
     figure, axes = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
     trained = [record for record in records if record.timing]
     median_ms, tokens_per_s, peaks = {}, {}, {}
-    for position, (name, runs) in enumerate(group_by_experiment(trained).items()):
-        median_ms[name] = float(np.median([run.timing.median_step_ms for run in runs]))
-        tokens_per_s[name] = 1000 * runs[0].tokens_per_step / median_ms[name]
-        if runs[0].memory:
-            peaks[name] = runs[0].memory.categories
-        _loss(axes[1, 1], name, runs[0], place_of(name, position))
+    for position, (name, run) in enumerate(zip(labels(trained), trained, strict=True)):
+        median_ms[name] = run.timing.median_step_ms
+        tokens_per_s[name] = run.timing.tokens_per_s
+        if run.memory:
+            peaks[name] = run.memory.categories
+        _loss(axes[1, 1], name, run, place_of(name, position))
     _bars(axes[0, 0], median_ms, "median optimizer step, ms")
     _bars(axes[0, 1], tokens_per_s, "tokens per second")
     stacked_memory(peaks, axes[1, 0])

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labutils.prediction.work import ELEMENTS, FUNCTIONS, RANDOM, ROWS, UPDATE
+from labutils.memory.kinds import ELEMENTS, FUNCTIONS, RANDOM, ROWS, UPDATE
 
 SECONDS = 0.02  # for each measurement; the fastest call in it counts
 TOO_SLOW = 0.05  # seconds of a call: larger ones of its kind are not measured
@@ -48,7 +48,7 @@ class Measured(BaseModel):
 
 
 class CpuRates(BaseModel):
-    """What was measured on a CPU. `products` are by dtype, `kinds` as in `prediction.work`."""
+    """What was measured on a CPU. `products` are by dtype, `kinds` as in `memory.kinds`."""
 
     model_config = ConfigDict(frozen=True)
 

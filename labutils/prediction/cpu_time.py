@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
+from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, ELEMENTS, PRODUCT
 from labutils.prediction.calibrate import cpu_rates
-from labutils.prediction.work import (
-    ATTENTION_KINDS,
-    BATCHED,
-    ELEMENTS,
-    PRODUCT,
-    Work,
-)
+from labutils.prediction.work import Work
 
 
 class CpuTime:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from labutils.memory.kinds import ATTENTION_KINDS, PRODUCT_KINDS
 from labutils.memory.ledger import GRADIENTS, OPTIMIZER
 from labutils.prediction.storage_log import Segment, Storage
-from labutils.prediction.work import ATTENTION_KINDS, PRODUCT_KINDS, Work
+from labutils.prediction.work import Work
 
 OPTIMIZER_PHASE, BACKWARD_PHASE = "optimizer", "backward"
 Chain = list[Work]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 
 from labutils.config.card import Card
-from labutils.prediction.work import EFFICIENT, FLASH, PRODUCT_KINDS, ROWS, Work
+from labutils.memory.kinds import EFFICIENT, FLASH, PRODUCT_KINDS, ROWS
+from labutils.prediction.work import Work
 
 # Host: from one call of torch to the next, with autograd; 7 to 20 µs were measured by others.
 CALL_SECONDS = 12e-6

@@ -17,8 +17,9 @@ from labutils.config.choices import PRECISIONS
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config
 from labutils.machine import here
+from labutils.memory.kinds import PRODUCT_KINDS
 from labutils.prediction.time import Clock, step_of, with_speed
-from labutils.prediction.work import PRODUCT_KINDS, Work
+from labutils.prediction.work import Work
 
 MEMORY, ARITHMETIC = "memory", "arithmetic"
 # Sides of the products that a CPU's roof is measured with; float32 numbers of a pass, and passes.

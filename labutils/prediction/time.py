@@ -20,6 +20,7 @@ from labutils.config.choices import COMPILE_MODES, PRECISIONS
 from labutils.config.resolve import Run, resolve
 from labutils.config.schema import Config
 from labutils.machine import here
+from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, ELEMENTS, PRODUCT
 from labutils.memory.ledger import FROZEN, GRADIENTS
 from labutils.prediction.calibrate import gpu_speed
 from labutils.prediction.cpu_time import CpuTime
@@ -30,7 +31,7 @@ from labutils.prediction.replay import segments_of
 from labutils.prediction.storage_log import BIRTH, Segment, Storage
 from labutils.prediction.trace import Trace
 from labutils.prediction.traces import Traces
-from labutils.prediction.work import ATTENTION_KINDS, BATCHED, ELEMENTS, PRODUCT, Work
+from labutils.prediction.work import Work
 
 PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (
     "matrix products",

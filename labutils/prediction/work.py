@@ -10,33 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# Kinds of operations, by what bounds their time.
-PRODUCT, BATCHED = "product", "batched product"
-FLASH, EFFICIENT = "flash attention", "efficient attention"
-ELEMENTS, FUNCTIONS = "elementwise", "elementwise function"
-ROWS, RANDOM, UPDATE = "norm or softmax", "random numbers", "optimizer update"
-# Matrix products are these two; attention is computed by fused kernels.
-PRODUCT_KINDS, ATTENTION_KINDS = (PRODUCT, BATCHED), (FLASH, EFFICIENT)
+from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, PRODUCT, kind_of
 
-# By an operation's name. All others are elementwise.
-_KINDS = {
-    PRODUCT: ("mm", "addmm"),
-    BATCHED: ("bmm", "baddbmm"),
-    FUNCTIONS: ("tanh", "exp", "gelu", "gelu_backward", "silu", "silu_backward", "erf", "log"),
-    ROWS: (
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "_softmax",
-        "_safe_softmax",
-        "_softmax_backward_data",
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "native_group_norm",
-        "native_group_norm_backward",
-    ),
-    RANDOM: ("native_dropout", "bernoulli_"),
-    UPDATE: ("_fused_adamw_", "_fused_adam_", "_fused_sgd_"),
-}
 # Tensors that one launch of a kernel over lists takes, about (multi_tensor_apply.cuh).
 TENSORS_PER_LAUNCH = 30
 # Causal attention computes whole tiles of so many rows along the diagonal.
@@ -143,16 +118,6 @@ def _longest_list(args: tuple) -> int:
         if isinstance(argument, (list, tuple)):
             longest = max(longest, sum(isinstance(one, torch.Tensor) for one in argument))
     return longest
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of an operation by its name, without `aten::`."""
-    if "attention" in name:
-        return EFFICIENT if "efficient" in name else FLASH
-    for kind, words in _KINDS.items():
-        if name in words:
-            return kind
-    return ELEMENTS
 
 
 def _changed(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from labutils.machine import here
 from labutils.memory.ledger import gib
 from labutils.prediction.memory import needed_gib, predict_memory
 from labutils.prediction.time import predict_time
-from labutils.training.experiment import run_experiment
+from labutils.session import run_experiment
 from labutils.training.records import RunRecord
 from labutils.workload.gpt2 import build_model
 

@@ -16,9 +16,9 @@ import torch
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
-from labutils.training.loop import Training, train
 from labutils.training.noise import PairedDifference, paired_difference
-from labutils.training.planned import rate_of
+from labutils.training.runs import rate_of
+from labutils.training.train import Training, train
 from labutils.workload.build import build_data, build_workload
 from labutils.workload.data import Corpus
 

@@ -1,11 +1,19 @@
-"""Can a difference be told from noise? One rule for all notebooks: pairs, interval, verdict."""
+"""Can a difference be told from noise? Numbers in pairs, and one rule for all notebooks."""
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+
+from labutils.config.choices import PRECISIONS
+from labutils.machine import here
+from labutils.techniques.precision import products_dtype, tf32
 
 CANNOT_TELL = "cannot tell here"
 UNKNOWN = (math.nan, math.nan, math.nan)
@@ -149,3 +157,80 @@ def _differences(first: Sequence[float], second: Sequence[float], is_ratio: bool
         if math.isfinite(a) and math.isfinite(b):
             differences.append(math.log(b / a) if is_ratio else b - a)
     return differences
+
+
+# ---- Numbers in pairs
+
+
+def alternate(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    passes: int = 1,
+) -> dict[str, list[float]]:
+    """Return {name: the milliseconds of each round}, after one pass that does not count.
+
+    A pass runs every variant once, in a shuffled order, the same in each call: no variant always
+    follows the same one, and none runs twice in a row more often than the others. A round keeps the
+    fastest of its passes, since what disturbs a machine makes it slower, never faster. On a CUDA
+    device the end is awaited. The numbers of a round are pairs for `paired_ratio`. Raises
+    ValueError if there is no round, or no pass.
+    """
+    if rounds < 1 or passes < 1:
+        raise ValueError(f"at least one round of one pass is timed; got {rounds} of {passes}")
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    names, shuffled = list(variants), random.Random(0)
+    for number in range(rounds * passes + 1):
+        shuffled.shuffle(names)
+        for name in names:
+            milliseconds = _timed_ms(variants[name], device)
+            if number:
+                times[name].append(milliseconds)
+    for name, series in times.items():
+        starts = range(0, len(series), passes)
+        times[name] = [min(series[start : start + passes]) for start in starts]
+    return times
+
+
+def _timed_ms(variant: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    variant()
+    _wait(device)
+    return (time.perf_counter() - start) * 1000
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+FASTER_PRODUCT = 1.1  # a product that is 10 % faster makes a step a few percent faster
+
+
+def product_speeds(
+    precisions: Sequence[str], device: torch.device, n: int = 0, rounds: int = 5
+) -> dict[str, PairedDifference]:
+    """Return {precision: the speed of a product, × float32's}; "larger" is faster.
+
+    The product is n×n by n×n: 4096 on CUDA and 256 on a CPU, if `n` is 0. Each round measures
+    float32 twice and the others, in a shuffled order: the two of float32 are the equal pair. A
+    precision that the device lacks is left out.
+    """
+    n = n or (4096 if device.type == "cuda" else 256)
+    usable = [name for name in precisions if here.support(name, device).ok]
+    rates: dict[str, list[float]] = {name: [] for name in ("base", "again", *usable)}
+    names, shuffled = list(rates), random.Random(0)
+    for _ in range(rounds):
+        shuffled.shuffle(names)
+        for name in names:
+            row = PRECISIONS[name if name in usable else "fp32"]
+            with tf32(row.tf32):
+                rates[name].append(here.matmul_rate(products_dtype(row.name), device, n))
+    equal_pair = (rates["base"], rates["again"])
+    speeds = {}
+    for name in usable:
+        speeds[name] = paired_ratio(
+            rates["base"], rates[name], equal_pair, worth_telling=FASTER_PRODUCT
+        )
+    return speeds

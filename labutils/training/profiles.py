@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from labutils.files import runs_dir
 from labutils.memory.device_memory import free_memory
-from labutils.prediction.work import kind_of
+from labutils.memory.kinds import PRODUCT_KINDS, kind_of
 
 # In names of kernels that use tensor cores. Source: torch-tb-profiler, utils/tensor_core.py in
 # github.com/pytorch/kineto; "gmma" and "tensorop" (cuBLAS, CUTLASS) and "flash" are added here.
@@ -85,13 +85,20 @@ def _sums(found: profile, by: str, unit: float) -> dict[str, tuple]:
 def ms_by_kind(own: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """Return {kind of operation: ms} from what `own_ms` returns.
 
-    Kinds are those of `prediction.work`. What only looks at memory anew counts as elementwise.
+    Kinds are those of `memory.kinds`. What only looks at memory anew counts as elementwise.
     """
     found: dict[str, float] = {}
     for name, (ms, _) in own.items():
         kind = kind_of(name)
         found[kind] = found.get(kind, 0.0) + ms
     return found
+
+
+def product_ms(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Return (milliseconds in matrix products, in all operations) of profiled calls."""
+    own = own_ms(record(call, device, 3), device)
+    by_kind = ms_by_kind(own)
+    return sum(by_kind.get(kind, 0.0) for kind in PRODUCT_KINDS), sum(by_kind.values())
 
 
 def kernel_ms(found: profile) -> dict[str, float]:

@@ -12,25 +12,28 @@ from typing import Any
 
 import torch
 
-from labutils.files import write_atomically
+from labutils.files import runs_dir, write_atomically
 from labutils.machine.threads import use_recorded_threads
 from labutils.memory.errors import is_out_of_memory
-from labutils.training.records import RecordError, RunRecord, state_path
 
-ASKED = b"\nstops after this step, with its state saved; once more stops at once\n"
+ASKED = b"\nstops after this step; once more stops at once\n"
+
+
+class StateError(ValueError):
+    """A saved state that cannot be continued. The message says why, and what to do."""
 
 
 class Saver:
-    """Keeps what decides the steps to come in `runs/<name>-<repeat>.state`, replaced as a whole.
+    """Keeps what decides the steps to come in `runs/<name>.state`, replaced as a whole.
 
     That is: parameters, optimizer, loss scale, random numbers, and the series so far. The number
     of steps done is also the position in the data, which come in the same order in every run. A
     state is written every `every` steps (0: never).
     """
 
-    def __init__(self, name: str, repeat: int, every: int) -> None:
+    def __init__(self, name: str, every: int) -> None:
         self.name, self.every, self.done = name, every, 0
-        self.path = state_path(name, repeat)
+        self.path = runs_dir() / f"{name}.state"
         self.identity: dict[str, Any] = {}
         self.state: dict[str, Any] | None = None
 
@@ -38,7 +41,7 @@ class Saver:
         """Read the state that an unfinished run has left, if there is one.
 
         Torch then computes with as many threads as when the run began: another number would add
-        in another order. Raises RecordError if the file cannot be read.
+        in another order. Raises StateError if the file cannot be read.
         """
         if not self.path.exists():
             return
@@ -53,10 +56,9 @@ class Saver:
         if said:
             print(f"{self.name}: {said}")
 
-    def plan(self, planned: RunRecord) -> None:
-        """Note what the run will be. Raises RecordError if the state read is of another one."""
-        # A slow machine plans fewer steps, by a noisy probe.
-        self.identity = planned.model_copy(update={"steps_planned": 0}).identity
+    def plan(self, identity: dict[str, Any]) -> None:
+        """Note what decides the run's results. Raises StateError if the state read is of others."""
+        self.identity = identity
         if self.state is None:
             return
         theirs, changed = self.state["identity"], []
@@ -64,7 +66,7 @@ class Saver:
             if self.identity.get(key) != theirs.get(key):
                 changed.append(f"{key} was {theirs.get(key)}, now {self.identity.get(key)}")
         if changed:
-            raise RecordError(
+            raise StateError(
                 f"{self.path.name} is of another experiment: {', '.join(changed)}. "
                 "Put that back, or train from the beginning without --resume"
             )
@@ -84,9 +86,9 @@ class Saver:
         self.state = None
         return self.done
 
-    def due(self, done: int) -> bool:
-        """Whether the state after `done` steps is to be saved."""
-        return self.every > 0 and done % self.every == 0
+    def due(self, done: int, stops: bool) -> bool:
+        """Whether the state after `done` steps is to be saved: every so often, and at a stop."""
+        return self.every > 0 and (stops or done % self.every == 0)
 
     def save(self, parts: dict[str, Any], done: int) -> None:
         """Save the state after `done` steps. On a full disk the older one stays, and the run."""
@@ -112,7 +114,7 @@ class Saver:
         if is_out_of_memory(error):
             return error
         reason = (str(error).strip().splitlines() or [""])[0][:100]
-        return RecordError(f"{self.path.name} cannot be continued ({reason}); delete it")
+        return StateError(f"{self.path.name} cannot be continued ({reason}); delete it")
 
 
 def _device(parts: dict[str, Any]) -> torch.device:
@@ -137,12 +139,13 @@ class Stop:
 def orderly_stop(active: bool) -> Iterator[Stop]:
     """Give a `Stop` that takes the signals which would raise KeyboardInterrupt.
 
-    Only the main thread can do so; elsewhere, or if not `active`, signals do what they did.
+    So does SIGTERM where it would end the process at once. Only the main thread can do so;
+    elsewhere, or if not `active`, signals do what they did.
     """
     stop, before = Stop(), {}
     if active and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is signal.default_int_handler:
+            if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
                 before[number] = signal.signal(number, stop.ask)
     try:
         yield stop

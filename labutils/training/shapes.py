@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from labutils.training.alternate import alternate
+from labutils.training.noise import alternate
 
 Shape = tuple[int, int, int, int]  # batch, rows, columns, length of the sums
 AGAIN = ", again"

@@ -4,6 +4,7 @@ import pytest
 
 import labutils as lab
 from labutils.exhibits import amdahl_data
+from labutils.exhibits.amdahl_data import amdahl
 from labutils.exhibits.exhibit import Exhibit
 
 SHARES = [k / 100 for k in range(101)]
@@ -26,7 +27,7 @@ def test_the_shipped_file_is_what_the_time_ledger_predicts(card):
 def test_the_law_is_that_of_lab_speed(show, browser):
     found = browser.execute_script(GRID, show(lab.play.amdahl()), SHARES, SPEEDUPS)
     for share, row in zip(SHARES, found, strict=True):
-        assert row == [lab.speed.amdahl(share, speedup) for speedup in SPEEDUPS], share
+        assert row == [amdahl(share, speedup) for speedup in SPEEDUPS], share
 
 
 def test_numbers_that_make_no_sense_are_refused():

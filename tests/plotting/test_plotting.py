@@ -86,12 +86,12 @@ def test_stacked_memory_sums_to_the_peak_and_a_guess_is_a_line_across():
     assert [line.get_xdata()[0] for line in ax.lines] == [2.0]
 
 
-def test_four_panels_share_a_bar_for_repeated_runs_and_leave_out_what_did_not_train():
+def test_four_panels_leave_out_what_did_not_train():
     runs = []
-    for name, ms in (("fp32", 10.0), ("fp32", 30.0), ("bf16", 5.0), ("tf32", None)):
-        run = SimpleNamespace(experiment=name, name=name, tokens_per_step=10)
+    for name, ms in (("fp32", 20.0), ("bf16", 5.0), ("tf32", None)):
+        run = SimpleNamespace(name=name, tokens_per_step=10)
         run.environment = {"device": "a CPU"}
-        run.timing = SimpleNamespace(median_step_ms=ms) if ms else None
+        run.timing = ms and SimpleNamespace(median_step_ms=ms, tokens_per_s=1e4 / ms)
         run.memory = SimpleNamespace(categories={"parameters": 2**20})
         run.series = SimpleNamespace(loss=[3.0, 2.0])
         runs.append(run)

@@ -18,7 +18,7 @@ from labutils.techniques.optimizers import (
     quantize,
     round_stochastically,
 )
-from labutils.training.loop import train
+from labutils.training.train import train
 from labutils.workload.build import build_experiment_model, build_loss, build_optimizer
 from tests.helpers import (
     CPU,

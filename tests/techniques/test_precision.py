@@ -16,7 +16,7 @@ from labutils.config.resolve import fewer_steps, precision_on, resolve
 from labutils.machine import here
 from labutils.machine.here import matmul_rate
 from labutils.techniques import precision
-from labutils.training.speed import datasheet_tflops, peak_rate
+from labutils.training.runs import datasheet_tflops, peak_rate
 from tests.helpers import CPU
 
 

@@ -1,12 +1,17 @@
 """The rule for noise: what it tells, what it does not, and how often it is wrong."""
 
 import random
+from collections import Counter
+from functools import partial
+from itertools import pairwise
 
 import nbformat
 import pytest
 
+import labutils as lab
+from labutils.training import noise
 from labutils.training.noise import CANNOT_TELL, interval, paired_difference, paired_ratio
-from tests.helpers import committed
+from tests.helpers import CPU, committed
 
 FIRST = [1.0, 1.1, 0.9, 1.0, 1.05]
 
@@ -44,7 +49,8 @@ def test_what_equal_pairs_differ_by_is_noise():
     difference = paired_difference(FIRST, second, identical, worth_telling=0.01)
     assert difference.noise_high > 0.2
     assert difference.verdict == CANNOT_TELL and CANNOT_TELL in str(difference)
-    assert paired_difference(FIRST, second, worth_telling=0.01).verdict == "larger"
+    without = paired_difference(FIRST, second, worth_telling=0.01)
+    assert without.verdict == "larger" and "equal pairs" not in str(without)
 
 
 def test_a_difference_too_small_to_care_about_is_not_told():
@@ -54,20 +60,12 @@ def test_a_difference_too_small_to_care_about_is_not_told():
     assert paired_difference(second, FIRST, worth_telling=0.05).verdict == CANNOT_TELL
 
 
-def test_noise_that_nobody_measured_is_not_printed_as_zero():
-    difference = paired_difference(FIRST, [x + 0.2 for x in FIRST], worth_telling=0.01)
-    assert "equal pairs" not in str(difference) and "5 pairs" in str(difference)
-
-
-def test_one_pair_tells_nothing():
-    assert paired_difference([1.0], [2.0], worth_telling=0.0).verdict == CANNOT_TELL
-
-
 def test_a_pair_with_a_run_that_diverged_is_left_out():
     nan = float("nan")
     difference = paired_difference([1.0, 1.0, nan], [1.2, 1.25, 9.0], worth_telling=0.0)
     assert difference.n_pairs == 2 and difference.mean == pytest.approx(0.225)
     assert paired_difference([nan], [1.0], worth_telling=0.0).verdict == CANNOT_TELL
+    assert paired_difference([1.0], [2.0], worth_telling=0.0).verdict == CANNOT_TELL
 
 
 @pytest.mark.parametrize("compare", [paired_difference, paired_ratio])
@@ -142,3 +140,36 @@ def test_the_rule_on_the_page_is_the_package_s():
         assert rule["verdict"](differences, equal_pairs, worth_telling) == ours.verdict
         verdicts.add(ours.verdict)
     assert verdicts == {"larger", "smaller", CANNOT_TELL}
+
+
+# ---- Numbers in pairs
+
+
+def test_every_round_runs_each_variant_once_in_a_shuffled_order():
+    called = []
+    variants = {name: partial(called.append, name) for name in "abc"}
+    times = lab.alternate(variants, 60, CPU)
+    rounds = ["".join(called[i : i + 3]) for i in range(0, len(called), 3)]
+    assert {"".join(sorted(order)) for order in rounds} == {"abc"}
+    assert len(set(rounds)) == 6  # each variant follows each other one, and comes first and last
+    repeats = Counter(a for a, b in pairwise(called) if a == b)
+    assert max(repeats.values()) <= 3 * min(repeats.values())
+    assert {name: len(series) for name, series in times.items()} == {"a": 60, "b": 60, "c": 60}
+
+
+def test_a_round_keeps_the_fastest_of_its_passes(monkeypatch):
+    clock = iter([9.0, 5.0, 3.0, 4.0, 8.0])
+    monkeypatch.setattr(noise, "_timed_ms", lambda variant, device: next(clock))
+    assert lab.alternate({"a": print}, 2, CPU, passes=2) == {"a": [3.0, 4.0]}
+    for wrong in ({"rounds": 0}, {"rounds": 1, "passes": 0}):
+        with pytest.raises(ValueError, match="at least one round"):
+            lab.alternate({"a": print}, device=CPU, **wrong)
+
+
+def test_product_speeds_leave_out_what_the_device_lacks(monkeypatch):
+    monkeypatch.setattr(noise.here, "matmul_rate", lambda dtype, *_, **__: dtype.itemsize / 8)
+    speeds = lab.product_speeds(("fp32", "tf32", "bf16"), CPU)
+    assert {name: (speed.mean, speed.verdict) for name, speed in speeds.items()} == {
+        "fp32": (1.0, "cannot tell here"),
+        "bf16": (0.5, "smaller"),
+    }

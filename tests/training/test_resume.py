@@ -16,8 +16,9 @@ import torch
 import labutils as lab
 from labutils.cli import main
 from labutils.techniques.schedule import learning_rate_at
-from labutils.training import planned, resume
-from labutils.training.records import RecordError
+from labutils.training import resume
+from labutils.training import runs as module
+from labutils.training.resume import StateError
 from tests.helpers import CPU
 
 SMALL = {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 8}
@@ -41,8 +42,8 @@ def stop_at(monkeypatch, step):
             raise KeyboardInterrupt
         return learning_rate_at(now, **schedule)
 
-    monkeypatch.setattr(planned, "learning_rate_at", stopping)
-    return lambda: monkeypatch.setattr(planned, "learning_rate_at", learning_rate_at)
+    monkeypatch.setattr(module, "learning_rate_at", stopping)
+    return lambda: monkeypatch.setattr(module, "learning_rate_at", learning_rate_at)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def state(runs, monkeypatch) -> Path:
     go_on = stop_at(monkeypatch, 5)
     start()
     go_on()
-    return runs / "short-0.state"
+    return runs / "short.state"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def train_slowly(folder: str) -> None:
         time.sleep(0.05)
         return learning_rate_at(step, **schedule)
 
-    planned.learning_rate_at = slow
+    module.learning_rate_at = slow
     start()
 
 
@@ -127,9 +128,9 @@ def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
     def rate(step, **schedule):
         return learning_rate_at(step, **schedule) if step < 2 else math.nan
 
-    monkeypatch.setattr(planned, "learning_rate_at", rate)
+    monkeypatch.setattr(module, "learning_rate_at", rate)
     assert start().outcome == "non_finite"
-    assert torch.load(runs / "short-0.state", weights_only=True)["done"] == 2
+    assert torch.load(runs / "short.state", weights_only=True)["done"] == 2
 
 
 def test_an_unfinished_run_is_listed(state, capsys):
@@ -144,15 +145,15 @@ def test_nothing_to_continue_begins(runs):
 
 def test_a_state_of_another_experiment_is_refused(state):
     what = r"is of another experiment: learning_rate was 0.002, now 0.0001\. Put"
-    with pytest.raises(RecordError, match=what):
+    with pytest.raises(StateError, match=what):
         start(resume=True, learning_rate=1e-4)
     unsaved = start(resume=True, save_every=0)  # which changes no result
     assert unsaved.environment["resumed"] == "after step 4"
 
 
 def test_a_state_of_another_code_version_is_refused(state, monkeypatch):
-    monkeypatch.setattr(planned, "code_version", lambda: "another")
-    with pytest.raises(RecordError, match=r"code was .*, now another"):
+    monkeypatch.setattr(module, "code_version", lambda: "another")
+    with pytest.raises(StateError, match=r"code was .*, now another"):
         start(resume=True)
 
 
@@ -168,11 +169,11 @@ def test_a_damaged_state_is_refused_and_runs_no_code(state, tmp_path):
     marker = tmp_path / "executed"
     content = torch.load(state, weights_only=True)
     torch.save({**content, "parts": Payload(marker)}, state)
-    with pytest.raises(RecordError, match=r"short-0\.state cannot be continued"):
+    with pytest.raises(StateError, match=r"short\.state cannot be continued"):
         start(resume=True)
     assert not marker.exists()
     torch.save({**content, "parts": {**content["parts"], "model": {}}}, state)
-    with pytest.raises(RecordError, match=r"short-0\.state cannot be continued"):
+    with pytest.raises(StateError, match=r"short\.state cannot be continued"):
         start(resume=True)
 
 
@@ -197,7 +198,7 @@ def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if is_full else limits[0], limits[1]))
         return learning_rate_at(step, **schedule)
 
-    monkeypatch.setattr(planned, "learning_rate_at", fill)
+    monkeypatch.setattr(module, "learning_rate_at", fill)
     try:
         record = start()
     finally:
@@ -206,5 +207,5 @@ def test_a_full_disk_keeps_the_older_state_and_the_run(runs, monkeypatch, capsys
     assert len(record.series.loss) == 7
     printed = capsys.readouterr().out
     assert "state of step 4 NOT SAVED" in printed and "the run goes on" in printed
-    monkeypatch.setattr(planned, "learning_rate_at", learning_rate_at)
+    monkeypatch.setattr(module, "learning_rate_at", learning_rate_at)
     assert start(resume=True).environment["resumed"] == "after step 2"

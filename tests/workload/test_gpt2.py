@@ -16,7 +16,7 @@ import labutils as lab
 from labutils.config.choices import CHECKPOINTING, MODELS
 from labutils.techniques.checkpointing import ATTENTION
 from labutils.techniques.loss import ChunkedLoss
-from labutils.training.speed import flops_per_token
+from labutils.training.runs import flops_per_token
 from tests.helpers import REPO, fill_hub_cache, slow
 
 POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]

@@ -20,10 +20,10 @@ from labutils.techniques.precision import tf32
 from labutils.training import accelerated
 from labutils.training.engines import with_accelerate, with_fabric, with_trainer
 from labutils.training.engines.parts import Parts, require
-from labutils.training.loop import evaluate
-from labutils.training.planned import announce, planned_record, rate_of
+from labutils.training.train import evaluate
+from labutils.training.runs import announce, planned_record, rate_of
 from labutils.training.records import RunRecord, find_equal
-from labutils.training.speed import flops_per_token, timing_of
+from labutils.training.runs import flops_per_token, timing_of
 from labutils.workload.build import build_data, build_workload
 
 ENGINES = {

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 from tqdm import tqdm
 
 from labutils.config.choices import PRECISIONS
 from labutils.machine import here
 from labutils.memory.errors import is_out_of_memory, short_message
+from labutils.memory.ledger import FROZEN
 from labutils.techniques.loss import LossFn, count_targets
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
 from labutils.techniques.step import take_step
 from labutils.training import accelerated
-from labutils.training.records import Outcome, Series
 from labutils.training.resume import Saver, orderly_stop
-from labutils.training.step_log import StepLog
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
+Outcome = Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"]
+
+
+class Series(BaseModel):
+    """One value per optimizer step, in order.
+
+    `grad_norm` is before clipping, NaN where clipping is off.
+    """
+
+    model_config = FROZEN
+
+    loss: list[float] = []  # mean over the step's target tokens
+    grad_norm: list[float] = []
+    learning_rate: list[float] = []
+    loss_scale: list[float] = []  # before the step; 1 where nothing is scaled
+    skipped: list[bool] = []  # the scaler saw inf or NaN and left the weights alone
+    step_ms: list[float] = []
 
 
 @dataclass(frozen=True)
@@ -91,16 +110,16 @@ def train(
 
     log = StepLog(device)
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "log": log}
-    done = saver.restore(parts) if saver else 0
+    saver = saver or Saver(name, every=0)
+    done = saver.restore(parts)
     stream = itertools.islice(batches, done * grad_accum_steps, None)
     outcome, reason, targets_per_step = "completed", "", 0
     one = torch.ones((), device=device)
     model.train()
-    can_save = saver is not None and saver.every > 0 and replicas.size == 1
     with (
         tf32(PRECISIONS[precision].tf32),
         _progress_bar(name, done, steps, progress) as bar,
-        orderly_stop(active=can_save) as stop,
+        orderly_stop(active=replicas.size == 1) as stop,
     ):
         try:
             for step in bar:
@@ -130,7 +149,7 @@ def train(
                 rate = optimizer.param_groups[0]["lr"]
                 log.stop(replicas.mean(mean_loss), grad_norm, scale, rate)
                 is_last = step + 1 == steps
-                saves = stop.asked or (saver is not None and saver.due(step + 1))
+                saves = saver.due(step + 1, stop.asked)
                 # Several processes must read, and so stop, at the same step.
                 reads = log.due() if replicas.size == 1 else step % 10 == 9
                 if saves or reads or is_last:
@@ -237,3 +256,98 @@ def _why_non_finite(log: StepLog, scaler: torch.amp.GradScaler) -> str:
     else:
         text += "Try a lower "
     return text + "learning_rate, max_grad_norm: 1.0, or more lr_warmup_steps"
+
+
+class StepLog:
+    """Collects a run's series.
+
+    On CUDA nothing is read back from the device more than once a second.
+    """
+
+    KEPT = ("rows", "learning_rates", "held_out", "non_finite_in_a_row")  # in a saved state
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.pending: list[torch.Tensor] = []
+        self.rows: list[list[float]] = []  # loss, grad_norm, loss_scale
+        self.learning_rates: list[float] = []
+        self.held_out: list[tuple[int, float]] = []
+        self.earlier_ms: list[float] = []  # of steps taken before this process continued the run
+        self.marks: list[tuple[Any, Any]] = []
+        self.non_finite_in_a_row = 0
+        self.last_read = time.monotonic()
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self.begun = self._mark()
+
+    def stop(
+        self,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor | None,  # None where clipping is off
+        scale: torch.Tensor,
+        learning_rate: float,
+    ) -> None:
+        self.marks.append((self.begun, self._mark()))
+        if grad_norm is None:
+            grad_norm = torch.full_like(loss, math.nan)
+        self.pending.append(torch.stack([loss.float(), grad_norm.float(), scale.float()]))
+        self.learning_rates.append(learning_rate)
+
+    @property
+    def n_complete(self) -> int:
+        return len(self.learning_rates)
+
+    def due(self) -> bool:
+        return not self.cuda or time.monotonic() - self.last_read > 1
+
+    def read(self) -> float:
+        """Fetch what is pending (this waits for the device) and return the last loss."""
+        if self.pending:
+            for row in torch.stack(self.pending).tolist():
+                self.rows.append(row)
+                self.non_finite_in_a_row += 1
+                if math.isfinite(row[0]):
+                    self.non_finite_in_a_row = 0
+            self.pending = []
+        self.last_read = time.monotonic()
+        return self.rows[-1][0] if self.rows else math.nan
+
+    def step_ms(self) -> list[float]:
+        if self.cuda:
+            torch.cuda.synchronize()
+        found = list(self.earlier_ms)
+        for start, end in self.marks:
+            found.append(start.elapsed_time(end) if self.cuda else 1000 * (end - start))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        self.read()
+        return {key: getattr(self, key) for key in self.KEPT} | {"earlier_ms": self.step_ms()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key in (*self.KEPT, "earlier_ms"):
+            setattr(self, key, state[key])
+
+    def series(self, final_scale: float) -> Series:
+        loss, grad_norm, scale = [], [], []
+        for row in self.rows:
+            loss.append(row[0])
+            grad_norm.append(row[1])
+            scale.append(row[2])
+        # A scale that fell means that inf or NaN was found, and the step skipped.
+        after = [*scale[1:], final_scale]
+        return Series(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=self.learning_rates,
+            loss_scale=scale,
+            skipped=[new < old for old, new in zip(scale, after, strict=False)],
+            step_ms=self.step_ms(),
+        )
