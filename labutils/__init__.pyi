@@ -80,7 +80,6 @@ from .training.noise import product_speeds as product_speeds
 from .training.processes import in_processes as in_processes
 from .training.records import compare as compare
 from .training.records import find_runs as find_runs
-from .training.records import load_record as load_record
 from .training.records import readable as readable
 from .training.train import evaluate as evaluate
 from .training.train import to_device as to_device

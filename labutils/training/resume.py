@@ -104,8 +104,6 @@ class Saver:
             write_atomically(self.path, lambda file: torch.save(state, file))
             self.done = done
         except (OSError, RuntimeError) as error:  # torch's writer makes the second of the first
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
             reason = str(error).splitlines()[0]
             print(f"{self.name}: state of step {done} NOT SAVED: {reason}; the run goes on")
 

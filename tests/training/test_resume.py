@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import multiprocessing
 import os
@@ -16,7 +15,6 @@ import torch
 import labutils as lab
 from labutils.cli import main
 from labutils.techniques.schedule import learning_rate_at
-from labutils.training import resume
 from labutils.training import runs as module
 from labutils.training.resume import StateError
 from tests.helpers import CPU
@@ -106,24 +104,6 @@ def test_a_killed_run_continues(runs):
     assert continued.series.loss == whole.series.loss and continued.held_out == whole.held_out
 
 
-def test_ctrl_c_while_a_state_is_written_ends_the_run(runs, monkeypatch):
-    """torch makes a RuntimeError of what its file object raises."""
-
-    class Interrupted(io.BytesIO):
-        written = 0
-
-        def write(self, content):
-            self.written += 1
-            if self.written == 3:  # later than torch's first bytes: there it hides it
-                raise KeyboardInterrupt
-            return super().write(content)
-
-    real = torch.save
-    monkeypatch.setattr(resume.torch, "save", lambda state, _: real(state, Interrupted()))
-    record = start()
-    assert (record.outcome, len(record.series.loss)) == ("interrupted", 2)
-
-
 def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
     def rate(step, **schedule):
         return learning_rate_at(step, **schedule) if step < 2 else math.nan
@@ -136,11 +116,6 @@ def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):
 def test_an_unfinished_run_is_listed(state, capsys):
     assert main(["runs"]) == 0
     assert "unfinished, or still running: short" in capsys.readouterr().out
-
-
-def test_nothing_to_continue_begins(runs):
-    record = start(resume=True)
-    assert record.outcome == "completed" and "resumed" not in record.environment
 
 
 def test_a_state_of_another_experiment_is_refused(state):

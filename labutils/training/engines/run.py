@@ -20,10 +20,9 @@ from labutils.techniques.precision import tf32
 from labutils.training import accelerated
 from labutils.training.engines import with_accelerate, with_fabric, with_trainer
 from labutils.training.engines.parts import Parts, require
-from labutils.training.train import evaluate
-from labutils.training.runs import announce, planned_record, rate_of
 from labutils.training.records import RunRecord, find_equal
-from labutils.training.runs import flops_per_token, timing_of
+from labutils.training.runs import announce, flops_per_token, planned_record, rate_of, timing_of
+from labutils.training.train import evaluate
 from labutils.workload.build import build_data, build_workload
 
 ENGINES = {
