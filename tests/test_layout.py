@@ -30,6 +30,8 @@ FLOORS = [
     "grade",
     "cli",
 ]
+# Side by side: they are tracked, trained and predicted without each other.
+STRANGERS = {"prediction": "training", "training": "prediction", "plotting": "prediction"}
 ON_REQUEST = ("__init__.py", "__main__.py")  # the facade loads on first use
 MAY_IMPORT_LATE = ("cli.py",)  # the command line, which must answer at once
 
@@ -70,6 +72,7 @@ def test_a_file_imports_from_its_own_floor_and_those_below(path):
         assert FLOORS.index(floor) <= FLOORS.index(own), (
             f"{path.name}:{node.lineno} imports upwards: {module}"
         )
+        assert floor != STRANGERS.get(own), f"{path.name}:{node.lineno} imports {module}"
 
 
 def test_techniques_import_torch_and_the_choices_only():
