@@ -17,7 +17,7 @@ from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.prediction.fit import single_changes_that_fit
 from labutils.prediction.out_of_memory import suggest_changes
-from labutils.training import experiment
+from labutils.training import runs as training_runs
 from tests.helpers import CPU, REPO
 
 GIB = 2**30
@@ -110,7 +110,7 @@ def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     monkeypatch.setattr(
         here, "free_host_bytes", lambda: 70 * 2**20
     )  # enough, but for fragmentation
-    monkeypatch.setattr(experiment, "train", lambda *_, **__: pytest.fail("it trained"))
+    monkeypatch.setattr(training_runs, "train", lambda *_, **__: pytest.fail("it trained"))
     record = lab.run_experiment(lab.load_config("fp32"), device=CPU, progress=False)
     assert record.outcome == "out_of_memory"
     assert record.reason.startswith(

@@ -15,7 +15,7 @@ from torch import nn
 import labutils as lab
 from labutils.techniques.precision import grad_scaler
 from labutils.techniques.step import take_step
-from labutils.training import loop
+from labutils.training import train as module
 from tests.helpers import CPU
 
 LENGTHS = ((24, 4), (9, 3), (16, 20), (5, 2), (24, 7), (3, 12))  # of 6 micro-batches of 2 sequences
@@ -244,14 +244,14 @@ def test_each_classic_bug_in_the_step_is_caught(bug, monkeypatch):
     """Far outside the tolerance, not just outside."""
     clip = 1e9 if bug in HIDDEN_BY_CLIPPING else CLIP
     right = gradients(full_batches(), "fp32", 1, clip)
-    monkeypatch.setattr(loop, "take_step", bug)
+    monkeypatch.setattr(module, "take_step", bug)
     found = gradients(micro_batches(), "fp32", 4, clip)
     assert max(errors(found, right)) > 1000 * TOLERANCE["fp32"]
 
 
 @pytest.mark.parametrize("bug", FP16_BUGS, ids=name_of)
 def test_each_wrong_order_of_scaler_calls_is_caught(bug, expected, monkeypatch):
-    monkeypatch.setattr(loop, "take_step", bug)
+    monkeypatch.setattr(module, "take_step", bug)
     found = gradients(micro_batches(), "fp16", 4)
     assert max(errors(found, expected["fp16"])) > 20 * TOLERANCE["fp16"]
 
@@ -274,7 +274,7 @@ def last_micro_batch_logged(*args, mean_loss, **how):
 def test_logging_the_last_micro_batch_is_caught(monkeypatch):
     losses = []
     for step in (take_step, last_micro_batch_logged):
-        monkeypatch.setattr(loop, "take_step", step)
+        monkeypatch.setattr(module, "take_step", step)
         model = lab.build_model("gpt2-nano", dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         record = lab.train(

@@ -12,7 +12,8 @@ import labutils as lab
 from labutils.config import resolve
 from labutils.config.schema import ConfigError
 from labutils.techniques.loss import IGNORED
-from labutils.training import experiment, loop
+from labutils.training import runs as experiment
+from labutils.training import train as loop
 from labutils.training.engines import run
 from labutils.training.engines.parts import FrameworkMissing
 from labutils.training.engines.run import ENGINES, run_engine
@@ -159,7 +160,7 @@ def test_no_engine_calls_our_loop_or_our_step(engine, monkeypatch):
     for path in (REPO / "labutils" / "training" / "engines").glob("with_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
-                assert node.module not in ("labutils.training.loop", "labutils.techniques.step")
+                assert node.module not in ("labutils.training.train", "labutils.techniques.step")
 
 
 def test_the_framework_itself_goes_back_once_for_each_micro_batch(engine, monkeypatch):

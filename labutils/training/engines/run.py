@@ -37,7 +37,6 @@ def run_engine(
     engine: str,
     *,
     device: torch.device | None = None,
-    repeat: int = 0,
     rerun: bool = False,
     progress: bool = True,
     callbacks: Sequence[Any] = (),
@@ -59,7 +58,7 @@ def run_engine(
     run = resolve(config, here.card(device), to_train=True)
     run = replace(run, config=_for_engine(run.config, engine, progress))
     data = build_data(run.config)
-    planned = _planned(config, run, device, data, repeat, engine, package)
+    planned = _planned(config, run, device, data, engine, package)
     known = None if rerun or callbacks else find_equal(planned)
     if known:
         if progress:
@@ -74,8 +73,8 @@ def run_engine(
     return record
 
 
-def _planned(config, run, device, data, repeat, engine, package) -> RunRecord:
-    planned = planned_record(config, run, device, data, repeat)
+def _planned(config, run, device, data, engine, package) -> RunRecord:
+    planned = planned_record(config, run, device, data)
     version = f"{engine} ({package} {require(package).__version__})"
     name = f"{config.name}_{engine}"
     environment = planned.environment | {"engine": version}
