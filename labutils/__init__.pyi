@@ -66,7 +66,6 @@ from .techniques.loss import lm_loss_sum as lm_loss_sum
 from .techniques.optimizers import round_stochastically as round_stochastically
 from .techniques.precision import autocast as autocast
 from .techniques.precision import tf32 as tf32
-from .training import capstone as capstone
 from .training import convergence as convergence
 from .training import profiles as profiles
 from .training import shapes as shapes

@@ -72,8 +72,6 @@ def test_a_file_imports_from_its_own_floor_and_those_below(path):
         assert FLOORS.index(floor) <= FLOORS.index(own), (
             f"{path.name}:{node.lineno} imports upwards: {module}"
         )
-        if path.name == "capstone.py":
-            continue  # until it stands in its notebook
         assert floor != STRANGERS.get(own), f"{path.name}:{node.lineno} imports {module}"
 
 

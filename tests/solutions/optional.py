@@ -1,7 +1,5 @@
 """Answers to the exercises that optional notebooks judge in a cell of their own."""
 
-from types import SimpleNamespace
-
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -39,14 +37,6 @@ def keeping(*shapes):
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
-
-
-def trial(**facts):
-    """Return a trial of the capstone that is right, but for the facts that are given."""
-    right = {"changed_task": (), "kept_gib": 3.8, "needed_gib": 5.4, "budget_gib": 5.5}
-    right |= {"step_ms": 2500.0, "limit_ms": 2955.0, "stalled": 0.0, "twin_note": ""}
-    right |= {"loss": 7.28, "target_loss": 7.30, "largest": ("activations", "backward", 20.0)}
-    return SimpleNamespace(**(right | facts))
 
 
 QKV, PROJ, UP = (128, 384), (128, 128), (128, 512)
@@ -152,27 +142,6 @@ CELLS = [
                 ("equally long", [0, 3, 6, 9]),
                 ("so many", [0, 2, 4, 5, 8]),
                 ("belong to none", [4, 5]),
-            ],
-        ),
-    ),
-    (
-        "capstone",
-        "s3-check",
-        "trial",
-        {},
-        Solution(
-            right=[trial(), trial(needed_gib=5.5, step_ms=2955.0, loss=7.30)],
-            wrong=[
-                ("the task itself: seq_len", trial(changed_task=("seq_len",))),
-                ("do not lower this floor", trial(needed_gib=9.2, kept_gib=5.8)),
-                ("backward phase activations take 20.00 GiB", trial(needed_gib=6.0)),
-                ("second time", trial(step_ms=3300.0)),
-                ("rounds stochastically", trial(stalled=0.3)),
-                ("learns less", trial(loss=7.4)),
-                (
-                    "learns less than the plain run. out of memory",
-                    trial(loss=None, twin_note="out of memory"),
-                ),
             ],
         ),
     ),
