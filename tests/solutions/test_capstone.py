@@ -6,11 +6,12 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 
 import labutils as lab
 from tests.helpers import CPU, committed, slow
 
-CELLS = ("s1-start", "s2-floor", "s3-guess", "s3-stalled", "s4-predicted", "s4-twin", "s4-judge")
+CELLS = ("s1-start", "s2-floor", "stalled", "s4-predicted", "s4-twin", "s4-judge")
 AUTOCAST = {
     "micro_batch_size": 2,
     "precision": "bf16",
@@ -31,7 +32,7 @@ STALLED = SIXTEEN_BIT_WEIGHTS | {"optimizer": "adamw"}
 @pytest.fixture(scope="module")
 def capstone() -> dict[str, Any]:
     """The names that the notebook's cells define."""
-    names = {"lab": lab, "torch": __import__("torch"), "device": CPU}
+    names = {"lab": lab, "torch": torch, "device": CPU}
     cells = nbformat.reads(committed("further/capstone.ipynb"), as_version=4).cells
     for cell in cells:
         if cell.id in CELLS:
