@@ -28,6 +28,8 @@ RECIPES = {
     / 8,  # NF4, its scales quantised too (Dettmers et al. 2023)
 }
 MODEL_PARAMETERS = {
+    "BERT 110M": 109_514_298,  # base, with its head; large: 335 million
+    "BERT 335M": 335_174_458,
     "GPT-2 124M": 124_439_808,
     "GPT-2 355M": 354_823_168,
     "GPT-2 774M": 774_030_080,
