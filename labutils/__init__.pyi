@@ -72,7 +72,6 @@ from .training import speed as speed
 from .training.alternate import alternate as alternate
 from .training.compare import compare as compare
 from .training.compare import readable as readable
-from .training.engines import frameworks as frameworks
 from .training.experiment import run_experiment as run_experiment
 from .training.experiments import run_experiments as run_experiments
 from .training.gradients import compare_gradients as compare_gradients

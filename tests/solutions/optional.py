@@ -95,6 +95,25 @@ CELLS = [
         ),
     ),
     (
+        "frameworks",
+        "5830c2f3",
+        "my_loss",
+        {"torch": torch},
+        Solution(
+            right=[
+                lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro,
+                lambda mean, n, n_window, n_micro: n_micro * mean * n / n_window,
+            ],
+            wrong=[
+                ("0.333 times", lambda mean, n, n_window, n_micro: mean * n / n_window),
+                ("1.18 times", lambda mean, n, n_window, n_micro: mean),
+                ("4 times", lambda mean, n, n_window, n_micro: mean * n),
+                ("12 times", lambda mean, n, n_window, n_micro: mean * n * n_micro),
+                ("3 times", lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro**2),
+            ],
+        ),
+    ),
+    (
         "scaler",
         "9debf3aa",
         "my_broken_step",
