@@ -69,7 +69,6 @@ from .techniques.precision import tf32 as tf32
 from .training import convergence as convergence
 from .training import profiles as profiles
 from .training import shapes as shapes
-from .training.engines import frameworks as frameworks
 from .training.gradients import compare_gradients as compare_gradients
 from .training.gradients import window_gradient as window_gradient
 from .training.noise import alternate as alternate

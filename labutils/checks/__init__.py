@@ -18,7 +18,6 @@ from labutils.checks.checkpoint_code import mended_forward, own_checkpoint
 from labutils.checks.checkpointing import best_segments, block_runs, swiglu_kept
 from labutils.checks.core import EXERCISES, VERDICTS, hint
 from labutils.checks.eight_bits import blockwise_fp8
-from labutils.checks.frameworks import loss_to_hand_over
 from labutils.checks.mixed_precision import amp_step, control_runs, scaler_log
 from labutils.checks.numerics import lost_below
 from labutils.checks.profiling import (
@@ -52,7 +51,6 @@ __all__ = [
     "history",
     "largest_batch",
     "leak",
-    "loss_to_hand_over",
     "lost_below",
     "mended_forward",
     "nvidia_smi",

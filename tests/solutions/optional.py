@@ -85,6 +85,25 @@ CELLS = [
         ),
     ),
     (
+        "frameworks",
+        "5830c2f3",
+        "my_loss",
+        {"torch": torch},
+        Solution(
+            right=[
+                lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro,
+                lambda mean, n, n_window, n_micro: n_micro * mean * n / n_window,
+            ],
+            wrong=[
+                (" 67 % off", lambda mean, n, n_window, n_micro: mean * n / n_window),
+                (" 419 % off", lambda mean, n, n_window, n_micro: mean),
+                (" 300 % off", lambda mean, n, n_window, n_micro: mean * n),
+                (" 1100 % off", lambda mean, n, n_window, n_micro: mean * n * n_micro),
+                (" 200 % off", lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro**2),
+            ],
+        ),
+    ),
+    (
         "scaler",
         "9debf3aa",
         "my_broken_step",

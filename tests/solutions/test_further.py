@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 
 from labutils import checks
-from tests.solutions import (
-    further_eight_bits,
-    further_frameworks,
-    further_rounding,
-)
+from tests.solutions import further_eight_bits, further_rounding
 
-MODULES = (further_eight_bits, further_frameworks, further_rounding)
+MODULES = (further_eight_bits, further_rounding)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.NOTEBOOK)

@@ -1,8 +1,0 @@
-"""The same experiment through Hugging Face's Trainer, Accelerate and Lightning Fabric."""
-
-import pkgutil
-
-import lazy_loader
-
-modules = {module.name for module in pkgutil.iter_modules(__path__)}
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, modules)
