@@ -1,6 +1,6 @@
 """What `labutils` offers: the list from which names are loaded, and which editors read."""
 
-from . import checks as checks
+from . import exercises as exercises
 from . import plotting as plotting
 from .config.card import CONTEXT_GIB as CONTEXT_GIB
 from .config.cards import CARDS as CARDS

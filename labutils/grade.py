@@ -25,13 +25,13 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from tqdm import tqdm
 
-from labutils.checks import VERDICTS
 from labutils.config.schema import ConfigError
+from labutils.exercises import VERDICTS
 from labutils.files import code_version
 from labutils.pages import QUIET, all_notebooks, read_notebook
 
 SLOW = "slow"  # the tag of cells that train for long, and that no exercise needs
-CALL = re.compile(r"\bchecks\.(\w+)\(")
+CALL = re.compile(r"\bexercises\.(\w+)\(")
 MOST_BYTES = {"RLIMIT_DATA": 6 * 2**30, "RLIMIT_FSIZE": 2**30, "RLIMIT_NPROC": 4096}
 LOOK = "look at this: "
 
@@ -210,7 +210,7 @@ def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple
 
 
 def _read(path: Path) -> Answers:
-    """Return what the checks wrote; a line that is not theirs is left out."""
+    """Return what the exercises wrote; a line that is not theirs is left out."""
     verdicts: Answers = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -14,9 +14,9 @@ from labutils.pages import core_notebooks
 
 SETUP = "import labutils as lab"
 RUNS = "my_runs = {}"
-CHECK_RUNS = "lab.checks.block_runs(12, 3, my_runs)"
+CHECK_RUNS = "lab.exercises.block_runs(12, 3, my_runs)"
 STEP = "my_step = None"
-CHECK_STEP = "lab.checks.amp_step(my_step)"
+CHECK_STEP = "lab.exercises.amp_step(my_step)"
 RIGHT_STEP = """import torch
 
 def my_step(model, x, y, optimizer, scaler, max_grad_norm):
@@ -42,7 +42,7 @@ HONEST = {
     "inspects": submission("import inspect; print(inspect.getsource(lab.guess))"),
     "shuffles": submission("import random; x = [1, 2]; random.shuffle(x)"),
     "aliases": [
-        "from labutils import checks as judge",
+        "from labutils import exercises as judge",
         RIGHT_STEP,
         "judge.amp_step(my_step)",
         "judge.block_runs(n_layer=12, unit=3, answer=24)",
@@ -73,7 +73,7 @@ OTHERS = {
     "endless": (submission(step="while True:\n    pass"), ["right", "look at this: its cell"]),
     "exits": (submission(runs="import os; os._exit(0)"), ["look at this: its cell", "right"]),
     "other arguments": (
-        [SETUP, "lab.checks.block_runs(2, 1, 4)", RIGHT_STEP, CHECK_STEP],
+        [SETUP, "lab.exercises.block_runs(2, 1, 4)", RIGHT_STEP, CHECK_STEP],
         ["look at this: its check was called with other", "right"],
     ),
     "cell deleted": ([SETUP, RIGHT_STEP, CHECK_STEP], ["look at this: its check was", "right"]),

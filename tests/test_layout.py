@@ -19,7 +19,7 @@ FLOORS = [
     "techniques",
     "workload",
     "memory",
-    "checks",
+    "exercises",
     "prediction",
     "training",
     "plotting",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labutils import checks
+from labutils import exercises
 from tests.solutions import further_eight_bits, further_rounding
 
 MODULES = (further_eight_bits, further_rounding)
@@ -14,5 +14,5 @@ MODULES = (further_eight_bits, further_rounding)
 def test_answers_get_their_verdicts(capsys, module):
     for exercise, solution in module.SOLUTIONS.items():
         for words, answer in [("Right.", each) for each in solution.right] + solution.wrong:
-            getattr(checks, exercise)(answer)
+            getattr(exercises, exercise)(answer)
             assert words in capsys.readouterr().out

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from labutils import checks
-from labutils.checks.accumulation import INNOCENT, LATE_LINE
-from labutils.checks.core import OPEN
-from labutils.checks.epochs import judge_epoch
-from labutils.checks.mixed_precision import CONTROL_RUNS
-from labutils.checks.quiz import LETTERS, quizzes
+from labutils import exercises
+from labutils.exercises.accumulation import INNOCENT, LATE_LINE
+from labutils.exercises.core import OPEN
+from labutils.exercises.epochs import judge_epoch
+from labutils.exercises.mixed_precision import CONTROL_RUNS
+from labutils.exercises.quiz import LETTERS, quizzes
 from labutils.grade import CALL
 from labutils.memory.tensors import saved_for_backward
 from labutils.pages import core_notebooks
@@ -31,7 +31,7 @@ STILL_IN_THE_PACKAGE = {"blockwise_fp8", "lost_below"}
 
 
 def verdict(capsys, exercise: str, answer: object) -> str:
-    getattr(checks, exercise)(*SOLUTIONS[exercise].given, answer)
+    getattr(exercises, exercise)(*SOLUTIONS[exercise].given, answer)
     return capsys.readouterr().out.strip()
 
 
@@ -52,7 +52,7 @@ def test_wrong_answers_get_their_misconception(capsys, exercise):
 def test_an_open_exercise_passes_and_its_hints_come_in_steps(capsys, exercise):
     assert verdict(capsys, exercise, None) == OPEN
     for number in (1, 2, 3, 99):
-        checks.hint(exercise, number)
+        exercises.hint(exercise, number)
     first, second, third, last = capsys.readouterr().out.splitlines()
     assert len({first, second, third}) == 3 and third == last
 
@@ -98,7 +98,7 @@ def test_every_exercise_is_called_by_a_core_notebook_and_has_answers():
         for cell in cells_of(path.name):
             called |= set(CALL.findall(cell.source))
     assert called - {"hint", "self_test"} == SOLUTIONS.keys()
-    assert checks.EXERCISES.keys() - STILL_IN_THE_PACKAGE == SOLUTIONS.keys()
+    assert exercises.EXERCISES.keys() - STILL_IN_THE_PACKAGE == SOLUTIONS.keys()
     for solution in SOLUTIONS.values():
         assert solution.right and solution.wrong_answers()
 
@@ -107,7 +107,7 @@ def test_every_exercise_is_called_by_a_core_notebook_and_has_answers():
 def test_neither_hints_nor_notebook_hold_an_answer(notebook):
     texts = [cell.source for cell in cells_of(notebook.NOTEBOOK)]
     for exercise in notebook.SOLUTIONS:
-        texts += checks.EXERCISES[exercise].hints
+        texts += exercises.EXERCISES[exercise].hints
     assert not re.search(notebook.SECRETS, " ".join(texts))
 
 
@@ -143,7 +143,7 @@ def test_the_given_forward_can_be_mended_one_bug_at_a_time(capsys):
 
 @pytest.mark.parametrize("judge", notebook_02.ALONE)
 def test_each_judge_of_an_epoch_can_be_the_only_one_that_fails(capsys, judge):
-    checks.break_one(judge, notebook_02.ALONE[judge])
+    exercises.break_one(judge, notebook_02.ALONE[judge])
     assert capsys.readouterr().out == "Right.\n"
     assert not any(judge_epoch(notebook_02.accumulation_epoch).values())
 
@@ -195,13 +195,13 @@ def test_autograd_keeps_of_swiglu_what_the_check_counts():
 
 
 def test_an_unknown_exercise_is_answered_with_the_known_ones(capsys):
-    checks.hint("amp_stepp")
+    exercises.hint("amp_stepp")
     text = capsys.readouterr().out
-    assert "'amp_stepp'" in text and all(name in text for name in checks.EXERCISES)
+    assert "'amp_stepp'" in text and all(name in text for name in exercises.EXERCISES)
 
 
 def printed_for(capsys, answers: list, quiz: str) -> str:
-    checks.self_test(answers, quiz)
+    exercises.self_test(answers, quiz)
     return capsys.readouterr().out.strip()
 
 
@@ -226,4 +226,4 @@ def test_a_question_says_what_is_wrong_about_the_chosen_answer_only(capsys, quiz
 
 def test_an_unknown_quiz_is_refused():
     with pytest.raises(ValueError, match="there is no quiz 'checkpoints'"):
-        checks.self_test([], "checkpoints")
+        exercises.self_test([], "checkpoints")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from labutils.checks.core import exercise
+from labutils.exercises.core import exercise
 
 ROWS, COLUMNS, BLOCK = 6, 64, 16
 FORMAT = torch.float8_e4m3fn

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from labutils.checks.core import Right, exercise
-from labutils.checks.leaks import Training, try_training
+from labutils.exercises.core import Right, exercise
+from labutils.exercises.leaks import Training, try_training
 
 
 @exercise(

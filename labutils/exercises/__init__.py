@@ -2,25 +2,25 @@
 
 There is one module per notebook that has exercises, and a second one for the code of notebook 03.
 To add an exercise, write it in that module with `@exercise`, name it here, call it in the notebook
-as `lab.checks.NAME(...)`, and add its answers to `tests/solutions/`.
+as `lab.exercises.NAME(...)`, and add its answers to `tests/solutions/`.
 """
 
 from __future__ import annotations
 
-from labutils.checks.accumulation import (
+from labutils.exercises.accumulation import (
     accumulation_control,
     accumulation_request,
     amp_window,
     break_one,
     find_bug,
 )
-from labutils.checks.checkpoint_code import mended_forward, own_checkpoint
-from labutils.checks.checkpointing import best_segments, block_runs, swiglu_kept
-from labutils.checks.core import EXERCISES, VERDICTS, hint
-from labutils.checks.eight_bits import blockwise_fp8
-from labutils.checks.mixed_precision import amp_step, control_runs, scaler_log
-from labutils.checks.numerics import lost_below
-from labutils.checks.profiling import (
+from labutils.exercises.checkpoint_code import mended_forward, own_checkpoint
+from labutils.exercises.checkpointing import best_segments, block_runs, swiglu_kept
+from labutils.exercises.core import EXERCISES, VERDICTS, hint
+from labutils.exercises.eight_bits import blockwise_fp8
+from labutils.exercises.mixed_precision import amp_step, control_runs, scaler_log
+from labutils.exercises.numerics import lost_below
+from labutils.exercises.profiling import (
     history,
     largest_batch,
     leak,
@@ -30,8 +30,8 @@ from labutils.checks.profiling import (
     repair,
     useful_del,
 )
-from labutils.checks.quiz import self_test
-from labutils.checks.steps import failures
+from labutils.exercises.quiz import self_test
+from labutils.exercises.steps import failures
 
 __all__ = [
     "EXERCISES",

@@ -5,9 +5,9 @@ Mend a window, break an epoch, design a control, find a bug, decide.
 
 from __future__ import annotations
 
-from labutils.checks import steps
-from labutils.checks.core import exercise
-from labutils.checks.epochs import JUDGES, Epoch, judge_epoch
+from labutils.exercises import steps
+from labutils.exercises.core import exercise
+from labutils.exercises.epochs import JUDGES, Epoch, judge_epoch
 
 
 @exercise(

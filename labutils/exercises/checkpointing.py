@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from labutils.checks.core import exercise
+from labutils.exercises.core import exercise
 
 
 @exercise(

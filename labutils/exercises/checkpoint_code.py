@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from labutils.checks.core import exercise
+from labutils.exercises.core import exercise
 from labutils.memory.tensors import saved_for_backward
 
 EXACT = 1e-9  # relative; the trials count in float64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from labutils.checks import steps
-from labutils.checks.core import exercise
+from labutils.exercises import steps
+from labutils.exercises.core import exercise
 
 # The runs that the notebook lists.
 CONTROL_RUNS: dict[str, dict[str, str | float]] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from labutils.checks.core import exercise
+from labutils.exercises.core import exercise
 
 # (weight, dtype, direction): a direction of -1 is towards 0 for these positive weights
 CASES = (

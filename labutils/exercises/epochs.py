@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from labutils.checks.steps import (
+from labutils.exercises.steps import (
     NO_CLIPPING,
     WINDOW_ROWS,
     Rows,
