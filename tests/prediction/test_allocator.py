@@ -158,6 +158,16 @@ def test_oversize_blocks_go_back_before_everything_does():
     assert single.reserved == 76 * MIB and single.n_retries == 0
 
 
+@pytest.mark.parametrize(("asked", "left"), [(76, 108), (108, 108)])
+def test_oversize_blocks_go_largest_first_and_no_more_than_it_takes(asked, left):
+    """40 and 36 make exactly 76; a block of just 32, the limit, is one of them too."""
+    allocator = CachingAllocator(120 * MIB, Settings(max_split_size_bytes=32 * MIB))
+    for block in filled(allocator, 40, 36, 32):
+        allocator.free(block)
+    allocator.allocate(asked * MIB)
+    assert allocator.reserved == left * MIB and allocator.n_retries == 0
+
+
 def test_garbage_collection_returns_the_longest_unused_first():
     allocator = CachingAllocator(
         settings=Settings(garbage_collection_threshold=0.5), cap_bytes=100 * MIB

@@ -195,6 +195,16 @@ def test_a_precision_that_the_device_lacks_is_a_row_with_its_reason():
     assert lab.readable(table).loc["tf32", "step_ms"] == "–"
 
 
+def test_a_run_says_what_is_not_from_its_file_and_a_quiet_one_says_nothing(capsys):
+    config = lab.load_config("fp32", **TINY)
+    lab.run_experiment(config, device=CPU, progress=False)
+    assert capsys.readouterr().out == ""
+    lab.run_experiment(config, device=CPU, rerun=True)
+    printed = capsys.readouterr().out
+    assert "tiny: override: " in printed and "steps 3 (instead of 60)" in printed
+    assert "tiny: saved tiny-" in printed
+
+
 # ---- How it can end
 
 
