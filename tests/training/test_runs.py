@@ -169,8 +169,9 @@ def test_an_equal_run_is_reused_and_rerun_forces(runs, capsys):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 4}, {"weight_decay": 0.0}], ids=str)
-def test_a_different_run_is_not_reused(change):
-    assert run().id != run(rerun=False, **change).id
+def test_a_different_run_is_not_reused_and_gives_other_losses(change):
+    first, other = run(), run(rerun=False, **change)
+    assert first.id != other.id and first.series.loss != other.series.loss
 
 
 def test_only_records_of_its_name_are_read_before_a_run(monkeypatch):
