@@ -68,7 +68,6 @@ from .techniques.precision import autocast as autocast
 from .techniques.precision import tf32 as tf32
 from .training import convergence as convergence
 from .training import profiles as profiles
-from .training import shapes as shapes
 from .training.gradients import compare_gradients as compare_gradients
 from .training.gradients import window_gradient as window_gradient
 from .training.noise import alternate as alternate
@@ -82,7 +81,6 @@ from .training.records import readable as readable
 from .training.train import evaluate as evaluate
 from .training.train import to_device as to_device
 from .training.train import train as train
-from .training.waiting import waits as waits
 from .workload.build import build as build
 from .workload.data import batches as batches
 from .workload.data import load_corpus as load_corpus

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from labutils.files import runs_dir
 from labutils.memory.device_memory import free_memory
 from labutils.memory.kinds import PRODUCT_KINDS, kind_of
 
-# In names of kernels that use tensor cores. Source: torch-tb-profiler, utils/tensor_core.py in
-# github.com/pytorch/kineto; "gmma" and "tensorop" (cuBLAS, CUTLASS) and "flash" are added here.
-TENSOR_CORE_WORDS = (
-    "h884",
-    "s884",
-    "h1688",
-    "s1688",
-    "hmma",
-    "16816",
-    "xmma_gemm",
-    "gmma",
-    "tensorop",
-    "flash",
-)
 WARM_UP = 2  # calls that are left out: they choose kernels and allocate
 
 
@@ -99,37 +83,3 @@ def product_ms(call: Callable[[], object], device: torch.device) -> tuple[float,
     own = own_ms(record(call, device, 3), device)
     by_kind = ms_by_kind(own)
     return sum(by_kind.get(kind, 0.0) for kind in PRODUCT_KINDS), sum(by_kind.values())
-
-
-def kernel_ms(found: profile) -> dict[str, float]:
-    """Return {name of a GPU's kernel: ms}; empty for a profile of a CPU."""
-    sums: dict[str, float] = {}
-    for event in found.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            sums[event.key] = sums.get(event.key, 0.0) + 1e-3 * event.self_device_time_total
-    return sums
-
-
-def tensor_core_share(kernels: Mapping[str, float]) -> float | None:
-    """Return the share of kernels' time in those that use tensor cores by name; None without any.
-
-    A heuristic: names change with each version of cuBLAS. Counters of the hardware say it surely.
-    """
-    whole = sum(kernels.values())
-    if not whole:
-        return None
-    found = 0.0
-    for name, ms in kernels.items():
-        found += ms * any(word in name for word in TENSOR_CORE_WORDS)
-    return found / whole
-
-
-def save_trace(found: profile, name: str) -> Path:
-    """Write a profile as a Chrome trace into runs/, and return its path.
-
-    Raises OSError if runs/ cannot be written.
-    """
-    path = runs_dir() / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(path))
-    return path
