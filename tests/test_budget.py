@@ -17,8 +17,8 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (75_300, 12_800),
-    "tests": (59_200, 9_300),
+    "labutils": (70_200, 11_850),
+    "tests": (56_300, 8_900),
 }
 PAGE_LINES = 2_850  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 2_800  # README, INSTRUCTORS and the package's README

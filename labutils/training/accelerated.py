@@ -1,8 +1,8 @@
 """The same training on the processes of `accelerate launch -m labutils run CONFIG`.
 
 Every process trains the same model on its share of a step's micro-batches, and Accelerate lets
-them exchange gradients: by DDP, or as its own settings say. A process that runs alone needs no
-Accelerate: everything here then does nothing.
+them exchange gradients: by DDP, or as its own settings say (on CPUs always by DDP; sharding has not
+been tried yet). A process that runs alone needs no Accelerate: everything here then does nothing.
 """
 
 from __future__ import annotations
