@@ -1,5 +1,6 @@
 """The rule for noise: what it tells, what it does not, and how often it is wrong."""
 
+import math
 import random
 from collections import Counter
 from functools import partial
@@ -28,6 +29,15 @@ def test_the_interval_is_students():
     mean, low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     half = 2.776 * 2.5**0.5 / 5**0.5
     assert (mean, low, high) == pytest.approx((3.0, 3.0 - half, 3.0 + half))
+
+
+def test_the_table_of_t_leaves_five_per_cent_outside():
+    """Student's density, summed up to each entry by the midpoint rule."""
+    for n, t in enumerate(noise.T_95, start=1):
+        scale = math.gamma((n + 1) / 2) / (math.sqrt(n * math.pi) * math.gamma(n / 2))
+        xs = [t * (i + 0.5) / 5000 for i in range(5000)]
+        inside = 2 * t / 5000 * sum(scale * (1 + x * x / n) ** (-(n + 1) / 2) for x in xs)
+        assert inside == pytest.approx(0.95, abs=5e-5), n
 
 
 def test_a_ratio_is_the_same_either_way():

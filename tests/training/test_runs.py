@@ -141,8 +141,9 @@ def test_slow_precision_runs_fewer_steps_and_the_record_says_so(monkeypatch):
 
 
 def test_a_run_saves_what_it_was_and_what_it_gave(runs):
-    record = run(steps=6)
+    record = run(steps=6, save_every=4)
     loaded = load_record(runs / f"tiny-{record.id}.json")
+    assert not list(runs.glob("*.state"))  # of a completed run
     assert loaded == record
     assert (loaded.config["steps"], loaded.config["model"]) == (6, "gpt2-nano")
     series = loaded.series
@@ -154,7 +155,10 @@ def test_a_run_saves_what_it_was_and_what_it_gave(runs):
     timed = sorted(series.step_ms[2:])  # the first two are left out
     assert loaded.timing.median_step_ms == pytest.approx((timed[1] + timed[2]) / 2)
     assert loaded.timing.tokens_per_s == pytest.approx(64 / loaded.timing.median_step_ms * 1000)
-    assert loaded.timing.mfu > 0 and loaded.timing.mfu_denominator
+    per_token = module.flops_per_token(lab.build_model("gpt2-nano"), 16)
+    rate, source = module.peak_rate("fp32", CPU)
+    assert loaded.timing.mfu == pytest.approx(per_token * loaded.timing.tokens_per_s / rate)
+    assert loaded.timing.mfu_denominator == source
 
 
 def test_an_equal_run_is_reused_and_rerun_forces(runs, capsys):
