@@ -385,11 +385,6 @@ def test_attention_that_a_device_lacks_is_refused():
         predict_memory(lab.load_config("fp32", attention="flash", dropout=0.1), "cpu")
 
 
-def test_config_that_cannot_run_is_the_config_error():
-    with pytest.raises(ConfigError, match="not a multiple"):
-        predict_memory(lab.load_config("fp32", micro_batch_size=8, seq_len=512), "cpu")
-
-
 @pytest.mark.parametrize(("device", "smallest"), [("cpu", 4), ("a100", 512)])
 def test_a_request_is_rounded_up_on_cuda_only(device, smallest):
     """The caching allocator gives nothing below 512 bytes; here to a weight and a bias of one
