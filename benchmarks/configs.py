@@ -9,13 +9,12 @@ import yaml
 
 from labutils.config.choices import PRECISIONS
 from labutils.config.schema import Config, schema_text
-from labutils.config.yaml_source import Loader
 from labutils.files import CONFIGS_DIR, write_atomically
 
 
 def commented(text: str, baseline: str) -> str:
     """Return a config's text with its comments; [*] marks what differs from the baseline."""
-    values, usual = yaml.load(text, Loader), yaml.load(baseline, Loader)
+    values, usual = yaml.load(text, yaml.BaseLoader), yaml.load(baseline, yaml.BaseLoader)
     if values["name"] in PRECISIONS:  # these files say what differs between precisions
         usual |= dict.fromkeys(("name", "note", "precision"))
     lines = []

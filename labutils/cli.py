@@ -38,7 +38,7 @@ SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"  # see 
 
 def _configs(incomplete: str) -> list[str]:
     """Return what the Tab key offers for a config: short names, and YAML files here."""
-    from labutils.config.yaml_source import short_names
+    from labutils.config.reader import short_names
 
     names = [*short_names(), *map(str, Path().glob("*.yaml"))]
     return [name for name in names if name.startswith(incomplete)]
@@ -123,7 +123,6 @@ def run(
     resume: Resume = False,
 ) -> None:
     """Train an experiment, or continue one; save its record in runs/."""
-    from labutils.config.edits import edits_without_effect
     from labutils.config.reader import load_config, parse_overrides
 
     experiment = load_config(config, **parse_overrides(pairs))
@@ -133,9 +132,6 @@ def run(
     if int(os.environ.get("RANK", 0)):  # of processes launched together only the first one prints
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
     device = setup()
-    if device.type == "cpu":
-        for line in edits_without_effect(config):
-            print(line)
     record = run_experiment(experiment, device=device, rerun=rerun, resume=resume)
     if record.series.loss:
         _print_runs([record])
@@ -264,7 +260,7 @@ def predict(
     """Predict an experiment's memory and time on a GPU, without one."""
     if device and card:
         raise typer.BadParameter("--device and --card exclude each other")
-    from labutils.config.card_file import load_card
+    from labutils.config.cards import load_card
     from labutils.config.reader import find_config, load_config, parse_overrides
 
     is_record = advise and find_config(config).suffix not in (".yaml", ".yml")
@@ -369,7 +365,6 @@ def _print_prediction(config: Config, card: Card, budget_gib: float | None, as_j
 @app.command()
 def check(configs: ConfigNames) -> None:
     """Check config files, without running anything."""
-    from labutils.config.edits import edits_without_effect
     from labutils.config.reader import load_config
     from labutils.config.schema import ConfigError
 
@@ -382,8 +377,6 @@ def check(configs: ConfigNames) -> None:
             code = 1
         else:
             print(f"{path}: ok")
-            for line in edits_without_effect(path):
-                print(line, file=sys.stderr)
     raise typer.Exit(code)
 
 

@@ -53,7 +53,7 @@ def test_a_command_that_cannot_be_done_exits_with_1_and_says_what_to_do(runs, ca
     for arguments, says in {
         ("compare", "nothing"): "no run 'nothing'",
         ("compare", "mine"): "Did you mean `mine+steps=6`?",
-        ("run", "bf61"): "bf61: no such file. Did you mean `bf16`?",
+        ("run", "bf61"): "no such file or directory; name one YAML file. Did you mean `bf16`?",
         ("check", "qqqqqq"): "There are: accumulation, bf16, ",
         ("run", "fp32", "--set=steps=0"): "`steps`",
         ("run", "fp32", *SMALL, "--set=corpus=nowhere.txt"): "no such file",
@@ -116,13 +116,13 @@ def test_check_names_every_mistake_once(tmp_path, edited, capsys):
     few.write_text("name: few\nseed: 0\n")
     assert main(["check", "fp32", str(bad)]) == 1
     captured = capsys.readouterr()
-    assert "fp32: ok" in captured.out and f"{bad}:1:8: `steps`" in captured.err
+    assert "fp32: ok" in captured.out and f"{bad}:1: `steps`" in captured.err
     assert main(["check", str(few)]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert "keys are missing, such as" in line and "copy that file and edit it" in line
+    assert "missing: `note`, `model`, `weights` and" in line and "see fp32_config.yaml" in line
     assert main(["check", str(edited(("\nsteps: 60 ", "\nstpes: 60 ")))]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert "Did you mean `steps`?" in line
+    missing, line = capsys.readouterr().err.splitlines()
+    assert "missing: `steps`;" in missing and "Did you mean `steps`?" in line
 
 
 def test_runs_are_limited_and_filtered(runs, capsys):

@@ -1,223 +1,89 @@
-"""One row for each card that times and bytes can be predicted for.
-
-Memory is what torch sees, about. Peaks, bandwidth and multiprocessors: NVIDIA's datasheets and
-architecture papers, dense. What operations reach was measured by others:
-- products: github.com/zzc0721/torch-performance-test-data (database.md, the fastest of 1k to 10k);
-  float32 on t4, v100-pcie, p100, a100, a100-40, h100 and l4: github.com/sitar-lab/NeuSight
-  (linear.csv above 100 GFLOP, the upper quartile). h200 in TF32: taken to be like h100;
-  v100-pcie and rtx4090 in 16 bits: github.com/chsasank/device-benchmarks.
-- shares of the bandwidth: NeuSight's elem.csv, ln.csv and softmax.csv, medians; on rtx3090, rtx4090
-  and h100-pcie a copy, github.com/chsasank/device-benchmarks.
-- flash attention, heads of 64, 1,024 tokens: h100 Dao-AILab/flash-attention#2688, b200 its #1589;
-  where consumer cards multiply 16-bit numbers at half rate an A5000, gpu-mode/ring-attention#10.
-  All others: assumed, inside the 50 to 73 % of an A100's peak that arXiv 2307.08691 reports.
-"""
+"""The cards that times and bytes can be predicted for: `cards.csv`, and a reader's own."""
 
 from __future__ import annotations
 
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
 from labutils.config.card import Card, Gpu, Speed
 from labutils.config.choices import Rows
+from labutils.config.reader import YamlFile, typed
+
+TABLE = Path(__file__).with_suffix(".csv")
+MOST_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}  # else 2048
+KINDS = ("float32", "TF32", "float16", "bfloat16")  # of products
+Tflops = Field(default=None, ge=0.1, le=100_000, description="dense TFLOP/s")
+Share = Field(default=None, gt=0, le=1, description="share of what the card could do")
 
 
-def _speed(
-    gb_per_s: float,
-    float32: float,
-    tf32: float | None = None,
-    sixteen: float | None = None,
-    *,
-    bfloat16: bool = True,
-    reached: dict[str, float] | None = None,
-    **shares,
-) -> Speed:
-    """Return a card's speed from its datasheet: 10^9 bytes/s, and TFLOP/s of each kind."""
-    tflops = {"float32": float32}
-    if tf32:
-        tflops["TF32"] = tf32
-    if sixteen:
-        tflops["float16"] = sixteen
-    if sixteen and bfloat16:
-        tflops["bfloat16"] = sixteen
-    return Speed(tflops, gb_per_s, reached or {}, **shares)
+class CardRow(BaseModel):
+    """A row of `cards.csv`, or a reader's YAML file: the first seven keys it must have."""
+
+    name: str = Field(min_length=1, max_length=40)
+    memory_gib: float = Field(ge=1, le=2048)
+    compute_capability: str = Field(pattern=r"^\d+\.\d$", description="a number such as 8.9")
+    multiprocessors: int = Field(ge=1, le=1024)
+    bandwidth_gb_s: float = Field(ge=10, le=50_000)
+    float32_tflops: float = Tflops
+    tf32_tflops: float | None = Tflops
+    float16_tflops: float | None = Tflops
+    bfloat16_tflops: float | None = Tflops
+    reached_float32: float | None = Tflops
+    reached_tf32: float | None = Tflops
+    reached_float16: float | None = Tflops
+    reached_bfloat16: float | None = Tflops
+    elements_share: float | None = Share
+    rows_share: float | None = Share
+    flash_forward: float | None = Share
+    flash_backward: float | None = Share
+
+    @property
+    def card(self) -> Card:
+        """The card; uncalibrated where nothing was measured on it."""
+        tflops, reached = {}, {}
+        for kind in KINDS:
+            for column, rates in ((f"{kind}_tflops", tflops), (f"reached_{kind}", reached)):
+                if rate := getattr(self, column.lower()):
+                    rates[kind] = rate
+        major, minor = self.compute_capability.split(".")
+        capability = int(major), int(minor)
+        threads = MOST_THREADS.get(capability, 2048)
+        gpu = Gpu(capability, self.multiprocessors, threads, bf16="bfloat16" in tflops)
+        shares: dict[str, Any] = {"elements": self.elements_share, "rows": self.rows_share}
+        if self.flash_forward and self.flash_backward:
+            shares["flash"] = self.flash_forward, self.flash_backward
+        known = {name: share for name, share in shares.items() if share}
+        speed = Speed(tflops, self.bandwidth_gb_s, reached, is_calibrated=bool(reached), **known)
+        return Card(self.name, self.memory_gib, gpu, speed=speed)
 
 
-def _reached(
-    float32: float, tf32: float = 0, float16: float = 0, bfloat16: float = 0
-) -> dict[str, float]:
-    kinds = {"float32": float32, "TF32": tf32, "float16": float16, "bfloat16": bfloat16}
-    return {kind: tflops for kind, tflops in kinds.items() if tflops}
+def load_card(path: str | os.PathLike[str]) -> Card:
+    """Return the card that a YAML file describes, with the columns of `cards.csv` as keys.
+
+    Raises ConfigError with a line `file:line: …` for each mistake.
+    """
+    file = YamlFile(Path(path))
+    values = typed(CardRow, file.values, file.add)
+    for key, field in CardRow.model_fields.items():
+        is_needed = field.is_required() or key == "float32_tflops"
+        if is_needed and key not in file.values:
+            file.add("", f"missing key `{key}`")
+    file.raise_if_any()
+    return CardRow(**values).card
 
 
-ADA = (0.80, 0.62)  # flash attention where tensor cores are slow beside the rest of the chip
-HOPPER, BLACKWELL = (0.37, 0.30), (0.21, 0.165)
+def _shipped() -> Rows:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
+    cards = []
+    for row in rows:
+        values = {column: text for column, text in row.items() if text}
+        cards.append(CardRow.model_validate(values).card)
+    return Rows("cards", *cards)
 
-CARDS = Rows(
-    "cards",
-    Card(
-        "t4",
-        14.6,
-        Gpu((7, 5), 40, 1024),
-        speed=_speed(
-            320,
-            8.1,
-            sixteen=65,
-            bfloat16=False,
-            reached=_reached(4.05, 0, 42, 2.2),
-            elements=0.74,
-            rows=0.52,
-        ),
-    ),
-    Card(
-        "v100",
-        31.7,
-        Gpu((7, 0), 80, 2048),
-        speed=_speed(
-            900,
-            15.7,
-            sixteen=125,
-            bfloat16=False,
-            reached=_reached(14.1, 0, 95, 10.3),
-            elements=0.90,
-        ),
-    ),
-    Card(
-        "v100-pcie",
-        31.7,
-        Gpu((7, 0), 80, 2048),
-        speed=_speed(
-            900,
-            14.0,
-            sixteen=112,
-            bfloat16=False,
-            reached=_reached(13.8, 0, 84),
-            elements=0.90,
-        ),
-    ),
-    Card(
-        "p100",
-        15.9,
-        Gpu((6, 0), 56, 2048),
-        speed=_speed(
-            732,
-            9.3,
-            sixteen=18.7,
-            bfloat16=False,
-            reached=_reached(7.0, 0, 8.4),
-            elements=0.74,
-            rows=0.45,
-        ),
-    ),
-    Card(
-        "rtx2080ti",
-        10.7,
-        Gpu((7, 5), 68, 1024),
-        speed=_speed(616, 13.4, sixteen=53.8, bfloat16=False, reached=_reached(13.0, 0, 58.6, 7.3)),
-    ),
-    Card("a30", 23.5, Gpu((8, 0), 56, 2048), speed=_speed(933, 10.3, 82, 165, is_calibrated=False)),
-    Card(
-        "a100",
-        79.2,
-        Gpu((8, 0), 108, 2048),
-        speed=_speed(
-            2039, 19.5, 156, 312, reached=_reached(17.9, 0, 262, 262), elements=0.86, rows=0.62
-        ),
-    ),
-    Card(
-        "a100-40",
-        39.4,
-        Gpu((8, 0), 108, 2048),
-        speed=_speed(
-            1555, 19.5, 156, 312, reached=_reached(16.3, 108, 238, 238), elements=0.88, rows=0.65
-        ),
-    ),
-    Card(
-        "a6000",
-        47.5,
-        Gpu((8, 6), 84, 1536),
-        speed=_speed(768, 38.7, 77.4, 155, reached=_reached(24, 0, 122, 122), flash=ADA),
-    ),
-    Card(
-        "l4",
-        22.0,
-        Gpu((8, 9), 58, 1536),
-        speed=_speed(
-            300,
-            30.3,
-            60,
-            121,
-            reached=_reached(9.0, 32, 70, 70),
-            elements=0.78,
-            rows=0.78,
-            flash=ADA,
-        ),
-    ),
-    Card(
-        "l40s",
-        44.4,
-        Gpu((8, 9), 142, 1536),
-        speed=_speed(864, 91.6, 183, 362, reached=_reached(47, 0, 267, 267), flash=ADA),
-    ),
-    Card(
-        "rtx2000ada",
-        15.6,
-        Gpu((8, 9), 22, 1536),
-        speed=_speed(224, 12.0, 24, 48, is_calibrated=False, flash=ADA),
-    ),
-    Card(
-        "rtx3060-laptop",
-        5.8,
-        Gpu((8, 6), 30, 1536),
-        speed=_speed(336, 10.9, 21.8, 43.5, reached=_reached(7.8, 0, 25.9, 25.9), flash=ADA),
-    ),
-    Card(
-        "rtx3090",
-        23.6,
-        Gpu((8, 6), 82, 1536),
-        speed=_speed(
-            936, 35.6, 35.6, 71, reached=_reached(24.8, 0, 76, 76), elements=0.89, flash=ADA
-        ),
-    ),
-    Card(
-        "rtx4060",
-        7.6,
-        Gpu((8, 9), 24, 1536),
-        speed=_speed(272, 15.1, 15.1, 30.2, is_calibrated=False, flash=ADA),
-    ),
-    Card(
-        "rtx4090",
-        23.5,
-        Gpu((8, 9), 128, 1536),
-        speed=_speed(
-            1008, 82.6, 82.6, 165.2, reached=_reached(54, 86, 165, 165), elements=0.90, flash=ADA
-        ),
-    ),
-    Card(
-        "rtx5090",
-        31.4,
-        Gpu((12, 0), 170, 1536),
-        speed=_speed(1792, 104.8, 104.8, 209.5, reached=_reached(67, 122, 236, 236), flash=ADA),
-    ),
-    Card(
-        "h100",
-        79.1,
-        Gpu((9, 0), 132, 2048),
-        speed=_speed(3350, 66.9, 494.7, 989.4, reached=_reached(50.9, 402, 790, 790), flash=HOPPER),
-    ),
-    Card(
-        "h100-pcie",
-        79.1,
-        Gpu((9, 0), 114, 2048),
-        speed=_speed(2039, 51, 378, 756, reached=_reached(37, 240, 496, 496), flash=HOPPER),
-    ),
-    Card(
-        "h200",
-        139.8,
-        Gpu((9, 0), 132, 2048),
-        speed=_speed(4800, 66.9, 494.7, 989.4, reached=_reached(51, 402, 790, 790), flash=HOPPER),
-    ),
-    Card(
-        "b200",
-        178.4,
-        Gpu((10, 0), 148, 2048),
-        speed=_speed(8000, 75, 1125, 2250, reached=_reached(66, 0, 1696, 1696), flash=BLACKWELL),
-    ),
-)
+
+CARDS = _shipped()

@@ -49,128 +49,84 @@ class Config(BaseModel):
     `overrides` remembers, for each value the caller set, what the file says.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # The description of a key is its comment in the YAML files: a test compares them.
     # That of a key with choices is written from their rows.
-    name: Annotated[
-        str, Field(pattern=NAME_PATTERN, description="letters, digits and . + - _ =, at most 60")
-    ]
-    note: Annotated[str, Field(description="free text, shown in tables")]
-    seed: Annotated[int, Field(ge=0, lt=2**31, description="fixes weights, batches and dropout")]
-    model: Annotated[Literal[*MODELS], one_of(MODELS)]
-    weights: Annotated[Literal[*WEIGHTS], one_of(WEIGHTS)]
-    corpus: Annotated[
-        Text,
-        Field(
-            description="stdlib (text that ships with Python) | path of a UTF-8 text file, "
-            "relative to this file"
-        ),
-    ]
-    seq_len: Annotated[
-        int,
-        Field(
-            ge=2,
-            le=32768,
-            description="tokens per sequence; at most 1024 with pretrained weights",
-        ),
-    ]
-    micro_batch_size: Annotated[
-        Count,
-        Field(description="sequences in one forward pass: what decides activation memory"),
-    ]
-    tokens_per_step: Annotated[
-        Count,
-        Field(
-            description="tokens per optimizer step; more than seq_len × micro_batch_size "
-            "accumulates gradients"
-        ),
-    ]
-    steps: Annotated[Count, Field(description="optimizer steps")]
-    learning_rate: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=10,
-            description="the highest of the schedule; 1e-4 is a number here, unlike plain PyYAML",
-        ),
-    ]
-    lr_schedule: Annotated[Literal[*SCHEDULES], one_of(SCHEDULES)]
-    lr_warmup_steps: Annotated[CountOrOff, Field(description="optimizer steps of linear warm-up")]
-    weight_decay: Annotated[
-        float, Field(ge=0, le=1, description="on matrices only, decoupled (AdamW)")
-    ]
-    max_grad_norm: Annotated[
-        float,
-        Field(ge=0, le=1e6, description="clip the global gradient norm to this; 0 = off"),
-    ]
-    eval_every: Annotated[
-        CountOrOff,
-        Field(description="optimizer steps between held-out losses; 0 = once, at the end"),
-    ]
-    save_every: Annotated[
-        CountOrOff,
-        Field(
-            description="optimizer steps between saved states, to continue with run --resume; "
-            "0 = none"
-        ),
-    ]
-    precision: Annotated[Literal[*PRECISIONS, SIXTEEN_BIT.name], one_of(PRECISIONS, SIXTEEN_BIT)]
-    init_scale: Annotated[
-        float, Field(gt=0, le=2.0**60, description="first loss scale; read by fp16 only")
-    ]
-    growth_interval: Annotated[
-        Count,
-        Field(
-            description="steps without overflow before the loss scale doubles; read by fp16 only"
-        ),
-    ]
-    optimizer: Annotated[Literal[*OPTIMIZERS], one_of(OPTIMIZERS)]
-    optimizer_impl: Annotated[
-        Literal[*OPTIMIZER_IMPLEMENTATIONS], one_of(OPTIMIZER_IMPLEMENTATIONS)
-    ]
-    optimizer_in_backward: Annotated[
-        bool,
-        Field(
-            description="true updates and frees each gradient at once: no clipping, no accumulation"
-        ),
-    ]
-    dropout: Annotated[float, Field(ge=0, lt=1, description="GPT-2 was trained with 0.1")]
-    activation: Annotated[Literal[*ACTIVATIONS], one_of(ACTIVATIONS)]
-    use_cache: Annotated[
-        bool, Field(description="true keeps keys and values that training never reads")
-    ]
-    attention: Annotated[Literal[*ATTENTION], one_of(ATTENTION)]
-    pad_vocab: Annotated[
-        bool,
-        Field(
-            description="true rounds the vocabulary up to a multiple of 64 (50257 to 50304); "
-            "random weights"
-        ),
-    ]
-    loss_chunk_tokens: Annotated[
-        CountOrOff,
-        Field(description="0 = all logits at once; else the loss in chunks of so many tokens"),
-    ]
-    compile: Annotated[Literal[*COMPILE_MODES], one_of(COMPILE_MODES, of="torch.compile")]
-    gradient_checkpointing: Annotated[Literal[*CHECKPOINTING], one_of(CHECKPOINTING)]
-    memory_limit_gib: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1e6,
-            description="cap of CUDA's allocator, to make a large card behave like a small one; "
-            "0 = none",
-        ),
-    ]
-    # A key that came later than the first configs has a default, so that older files still load.
-    expandable_segments: Annotated[
-        bool,
-        Field(
-            description="true: CUDA's allocator maps memory piece by piece, with fewer holes; "
-            "Linux only"
-        ),
-    ] = False
+    name: str = Field(pattern=NAME_PATTERN, description="letters, digits and . + - _ =, at most 60")
+    note: str = Field(description="free text, shown in tables")
+    seed: int = Field(ge=0, lt=2**31, description="fixes weights, batches and dropout")
+    model: Literal[*MODELS] = one_of(MODELS)
+    weights: Literal[*WEIGHTS] = one_of(WEIGHTS)
+    corpus: Text = Field(
+        description="stdlib (text that ships with Python) | path of a UTF-8 text file, "
+        "relative to this file"
+    )
+    seq_len: int = Field(
+        ge=2,
+        le=32768,
+        description="tokens per sequence; at most 1024 with pretrained weights",
+    )
+    micro_batch_size: Count = Field(
+        description="sequences in one forward pass: what decides activation memory"
+    )
+    tokens_per_step: Count = Field(
+        description="tokens per optimizer step; more than seq_len × micro_batch_size "
+        "accumulates gradients"
+    )
+    steps: Count = Field(description="optimizer steps")
+    learning_rate: float = Field(
+        gt=0,
+        le=10,
+        description="the highest of the schedule; 1e-4 is a number here, unlike plain PyYAML",
+    )
+    lr_schedule: Literal[*SCHEDULES] = one_of(SCHEDULES)
+    lr_warmup_steps: CountOrOff = Field(description="optimizer steps of linear warm-up")
+    weight_decay: float = Field(ge=0, le=1, description="on matrices only, decoupled (AdamW)")
+    max_grad_norm: float = Field(
+        ge=0, le=1e6, description="clip the global gradient norm to this; 0 = off"
+    )
+    eval_every: CountOrOff = Field(
+        description="optimizer steps between held-out losses; 0 = once, at the end"
+    )
+    save_every: CountOrOff = Field(
+        description="optimizer steps between saved states, to continue with run --resume; 0 = none"
+    )
+    precision: Literal[*PRECISIONS, SIXTEEN_BIT.name] = one_of(PRECISIONS, SIXTEEN_BIT)
+    init_scale: float = Field(gt=0, le=2.0**60, description="first loss scale; read by fp16 only")
+    growth_interval: Count = Field(
+        description="steps without overflow before the loss scale doubles; read by fp16 only"
+    )
+    optimizer: Literal[*OPTIMIZERS] = one_of(OPTIMIZERS)
+    optimizer_impl: Literal[*OPTIMIZER_IMPLEMENTATIONS] = one_of(OPTIMIZER_IMPLEMENTATIONS)
+    optimizer_in_backward: bool = Field(
+        description="true updates and frees each gradient at once: no clipping, no accumulation"
+    )
+    dropout: float = Field(ge=0, lt=1, description="GPT-2 was trained with 0.1")
+    activation: Literal[*ACTIVATIONS] = one_of(ACTIVATIONS)
+    use_cache: bool = Field(description="true keeps keys and values that training never reads")
+    attention: Literal[*ATTENTION] = one_of(ATTENTION)
+    pad_vocab: bool = Field(
+        description="true rounds the vocabulary up to a multiple of 64 (50257 to 50304); "
+        "random weights"
+    )
+    loss_chunk_tokens: CountOrOff = Field(
+        description="0 = all logits at once; else the loss in chunks of so many tokens"
+    )
+    compile: Literal[*COMPILE_MODES] = one_of(COMPILE_MODES, of="torch.compile")
+    gradient_checkpointing: Literal[*CHECKPOINTING] = one_of(CHECKPOINTING)
+    memory_limit_gib: float = Field(
+        ge=0,
+        le=1e6,
+        description="cap of CUDA's allocator, to make a large card behave like a small one; "
+        "0 = none",
+    )
+    # It came later than the first records: those are read with its default.
+    expandable_segments: bool = Field(
+        default=False,
+        description="true: CUDA's allocator maps memory piece by piece, with fewer holes; "
+        "Linux only",
+    )
     when_cpu: dict[str, Any] = Field(
         default={}, description="what is smaller where no CUDA GPU is used"
     )
@@ -198,17 +154,11 @@ class Config(BaseModel):
             )
         return resolved
 
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Keys that the file, record or state did not have, with the defaults that they got."""
-        missing = [key for key in KEYS if key not in self.model_fields_set]
-        return {key: getattr(self, key) for key in missing}
-
     def changes(self, device_type: str) -> list[str]:
         """Return what does not come from the main part of the file: a line for each source."""
         cpu = self.when_cpu if device_type == "cpu" else {}
         resolved = self.on(device_type)
-        from_cpu, from_caller, from_default = [], [], []
+        from_cpu, from_caller = [], []
         for key in KEYS:
             value = getattr(resolved, key)
             if key in self.overrides and key not in ("name", "note"):
@@ -216,13 +166,7 @@ class Config(BaseModel):
                 from_caller.append(f"{key} {value} (instead of {instead_of})")
             elif key in cpu and key not in self.overrides:
                 from_cpu.append(f"{key} {value}")
-            elif key in self.defaults:
-                from_default.append(f"{key} {value}")
-        sources = {
-            "on a CPU (when_cpu)": from_cpu,
-            "override": from_caller,
-            "not in the file, so the default": from_default,
-        }
+        sources = {"on a CPU (when_cpu)": from_cpu, "override": from_caller}
         return [f"{source}: {', '.join(texts)}" for source, texts in sources.items() if texts]
 
 

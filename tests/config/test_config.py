@@ -76,8 +76,8 @@ def test_other_configs_mark_what_differs_from_fp32(name):
         ),
         ("seed: 0 ", "seed: 0\nseed: 1 ", True, "`seed` is given twice"),
         ("steps: 60", "steps: sixty", True, "`steps`: expected a whole number, got 'sixty'"),
-        ("steps: 60", "steps: 1e2", True, "`steps`: expected a whole number; write 100"),
-        ("steps: 60", "steps: 0", True, "`steps`: expected greater than or equal to 1, got 0"),
+        ("steps: 60", "steps: 1e2", True, "`steps`: expected a whole number, got '1e2'"),
+        ("steps: 60", "steps: 0", True, "`steps`: expected greater than or equal to 1, got '0'"),
         ("steps: 60", "steps:", True, "`steps` has no value"),
         ("steps: 60", "steps: 1_000_000_000_000", True, "less than or equal to 1000000000"),
         ("name: fp32", "name: my run", True, "`name`: expected letters, digits"),
@@ -88,9 +88,9 @@ def test_other_configs_mark_what_differs_from_fp32(name):
         ("steps: 60", "steps: [60]", True, "`steps`: expected one value, not a list"),
         (
             "use_cache: false",
-            "use_cache: no",
+            "use_cache: never",
             True,
-            "`use_cache`: expected true or false, got 'no'",
+            "`use_cache`: expected true or false, got 'never'",
         ),
         ("precision: fp32", "precision: pf32", True, "'pf32' is not one of fp32, tf32"),
         ("precision: fp32", "precision: fp3", True, "Did you mean `fp32`?"),
@@ -110,7 +110,7 @@ def test_other_configs_mark_what_differs_from_fp32(name):
             "Did you mean `every_4`?",
         ),
         ("seed: 0 ", "overrides: 1\nseed: 0 ", True, "unknown key `overrides`"),
-        ("seed: 0 ", "", False, "missing key `seed`"),
+        ("seed: 0 ", "", False, "missing: `seed`"),
         (
             "  model: gpt2-nano",
             "  modle: gpt2-nano",
@@ -119,7 +119,7 @@ def test_other_configs_mark_what_differs_from_fp32(name):
         ),
         ("  model: gpt2-nano", "  name: other", True, "`name` cannot stand under `when_cpu`"),
         ("  tokens_per_step: 512", "  tokens_per_step: 500", True, "nearest: 512"),
-        ("  steps: 60", "  steps: -1", True, "got -1"),
+        ("  steps: 60", "  steps: -1", True, "got '-1'"),
         ("learning_rate: 6e-4", "learning_rate: .inf", True, "`learning_rate`: expected"),
         ("learning_rate: 6e-4", "learning_rate: 0x10", True, "`learning_rate`: expected"),
     ],
@@ -177,7 +177,7 @@ def test_overridden_experiment_has_a_name_of_its_own(write):
         (b"just text", "expected lines of `key: value`"),
         (b"\x00\x01\x02\xff\xfe", "not"),
         (b"\xff\xd8\xff\xe0 jpeg", "not UTF-8"),
-        (b"seed: 0\n---\nseed: 1\n", "second YAML document"),
+        (b"seed: 0\n---\nseed: 1\n", "one experiment per file"),
         (b"a: " + b"x" * 70_000, "larger than 64 KiB"),
         (b"steps: &a [1]\nseed: *a\n", "expected one value"),
         (b"steps: 6\n\tseed: 0\n", "indent with spaces, not tabs"),
@@ -189,16 +189,15 @@ def test_overridden_experiment_has_a_name_of_its_own(write):
         (b"name: fp32\nwhen_cpu: 5\n", "expected indented lines"),
         (b"when_cpu: 0\n", "expected indented lines"),
         (b"when_cpu: ''\n", "expected indented lines"),
-        (b"seed: " + b"9" * 5000 + b"\n", "`seed`: cannot read"),
-        (b"seed: !!int abc\n", "`seed`: cannot read"),
-        (b"use_cache: !!bool maybe\n", "`use_cache`: cannot read"),
-        (b'note: "\\ud800"\n', "`note`: cannot read"),
+        (b"seed: " + b"9" * 5000 + b"\n", "`seed`: expected a whole number"),
+        (b"seed: !!int abc\n", "`seed`: expected a whole number"),
+        (b"use_cache: !!bool maybe\n", "`use_cache`: expected true or false"),
         (b'corpus: "a\\0b"\n', "no such file"),
         (b"corpus: ~nouser/x\n", "no such file"),
         (b"<<: {seed: 1}\n", "`<<`"),
         (b"seed: !!python/object/apply:os.system ['true']\n", "`seed`"),
         (b"[" * 150, "not YAML"),
-        (b"[" * 5000, "hundreds of brackets"),
+        (b"[" * 5000, "not YAML"),
     ],
 )
 def test_file_that_is_no_config_is_refused(write, content, expected):
@@ -206,7 +205,7 @@ def test_file_that_is_no_config_is_refused(write, content, expected):
 
 
 def test_folder_and_missing_file_are_refused(tmp_path):
-    assert "folder" in errors_of(tmp_path)[0]
+    assert "is a directory; name one YAML file" in errors_of(tmp_path)[0]
     assert "Did you mean `fp32_config.yaml`" in errors_of(tmp_path / "fp32_confg.yaml")[0]
 
 
@@ -232,19 +231,18 @@ def test_bad_override_names_the_key(write):
     path = write(GOOD)
     with pytest.raises(ConfigError, match=r"unknown key `step`\. Did you mean `steps`"):
         load_config(path, step=3)
-    for text in ("steps", "seed=# x", "note=[1]", "note=a: b", "note=", "seed=!!int x"):
-        with pytest.raises(ConfigError, match="expected key=value"):
-            parse_overrides([text])
+    with pytest.raises(ConfigError, match="expected key=value"):
+        parse_overrides(["steps"])
+    with pytest.raises(ConfigError, match="`seed`: expected a whole number, got '# x'"):
+        load_config(path, **parse_overrides(["seed=# x"]))
     for key in ("when_cpu", "overrides"):
-        with pytest.raises(ConfigError, match="cannot be overridden"):
+        with pytest.raises(ConfigError, match="unknown key"):
             load_config(path, **{key: {}})
     with pytest.raises(ConfigError, match="unknown key `path`"):
         load_config(path, **parse_overrides(["path=x"]))
-    assert parse_overrides(["learning_rate=3e-4", "use_cache=true", "note=a, b"]) == {
-        "learning_rate": 3e-4,
-        "use_cache": True,
-        "note": "a, b",
-    }
+    texts = parse_overrides(["learning_rate=3e-4", "use_cache=true", "note=a, b"])
+    config = load_config(path, **texts)
+    assert (config.learning_rate, config.use_cache, config.note) == (3e-4, True, "a, b")
 
 
 def test_override_is_judged_on_the_device_it_runs_on(write):
@@ -278,13 +276,6 @@ def test_override_corpus_is_relative_to_the_working_directory(write, tmp_path, m
     )
 
 
-def test_line_and_column_are_those_of_an_editor(write):
-    assert errors_of(write(changed("seed: 0 ", "  # x\nseed: -1 ")))[0].split(":")[1:3] == [
-        "7",
-        "7",
-    ]
-
-
 def test_config_cannot_be_changed(write):
     config = load_config(write(GOOD))
     with pytest.raises(ValueError, match="frozen"):
@@ -310,19 +301,11 @@ def test_schema_file_equals_the_model():
     assert set(json.loads(schema_text())["properties"]) == {*KEYS, "when_cpu"}
 
 
-def test_a_file_from_before_a_key_still_loads_and_says_so(write):
-    lines = [line for line in GOOD.splitlines() if not line.startswith("expandable_segments")]
-    config = load_config(write("\n".join(lines)))
-    assert config.expandable_segments is False
-    assert "not in the file, so the default: expandable_segments False" in config.changes("cuda")
-    assert not any("default" in line for line in load_config(write(GOOD)).changes("cuda"))
-
-
 def test_the_config_of_an_old_record_loads_or_says_what_is_unknown():
     values = load_config("fp32").model_dump(exclude={"overrides"})
     del values["expandable_segments"]
-    assert config_of(values, "old run").defaults == {"expandable_segments": False}
-    with pytest.raises(ConfigError, match=r"old run: `optimizer`.*another version"):
+    assert not config_of(values, "old run").expandable_segments
+    with pytest.raises(ConfigError, match=r"old run: `optimizer`: 'adagrad' is not one of"):
         config_of(values | {"optimizer": "adagrad"}, "old run")
-    with pytest.raises(ConfigError, match="old run: `gone`"):
+    with pytest.raises(ConfigError, match="old run: unknown key `gone`"):
         config_of(values | {"gone": 1}, "old run")
