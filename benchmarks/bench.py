@@ -196,8 +196,8 @@ def benchmark_config(device: torch.device, overrides: dict[str, Any]) -> Config:
     """
     values = {"lr_schedule": "constant", "lr_warmup_steps": 0, "compile": "default"} | overrides
     own = load_config("optimized").on(device.type).model_dump() | values
-    values["tokens_per_step"] = own["micro_batch_size"] * own["seq_len"]
-    config = load_config("optimized", **values)
+    one_micro_batch = int(own["micro_batch_size"]) * int(own["seq_len"])
+    config = load_config("optimized", **values, tokens_per_step=one_micro_batch)
     return resolve(config, here.card(device)).config
 
 

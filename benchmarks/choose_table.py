@@ -28,8 +28,8 @@ from labutils.exhibits.choose_data import (
     read,
 )
 from labutils.files import write_atomically
-from labutils.prediction.fit import fit
 from labutils.prediction.memory import BatchSizes
+from labutils.prediction.search import fit
 from labutils.prediction.time import predict_time
 
 SYMPTOMS = ("begin", "memory", "slow", "nan")

@@ -2,7 +2,7 @@
 
 A step is one micro-batch. Within a range of batch sizes each category of a phase is affine in the
 batch, so a table of such ranges ("pieces") holds every batch size from 1 to BATCHES. They are found
-in traces (`prediction.traces`); the allocator is replayed only for what a card must have.
+in traces (`prediction.trace`); the allocator is replayed only for what a card must have.
 """
 
 from __future__ import annotations
@@ -32,35 +32,16 @@ from labutils.exhibits.ledger_switches import (
 )
 from labutils.machine import here
 from labutils.prediction.blocks import rounded
-from labutils.prediction.extrapolation import extrapolated
 from labutils.prediction.memory import BatchSizes, Prediction, allocator_settings
 from labutils.prediction.replay import n_steps, segments_of, walk
-from labutils.prediction.storage_log import BIRTH
 from labutils.prediction.time import Clock
-from labutils.prediction.trace import CATEGORIES, Trace
+from labutils.prediction.trace import BIRTH, CATEGORIES, Trace
 
 
 def sizes_of(setting: Setting) -> BatchSizes:
     """Return the predictions of a setting on DEVICE, at any batch size."""
     run = resolve(experiment(setting), here.card_of(DEVICE))
     return BatchSizes(run.config, run.card)
-
-
-def trace_at(sizes: BatchSizes, batch: int) -> Trace:
-    """Return the trace of a step of so many sequences.
-
-    Where a chunk of the loss is as long as a sequence or longer, `Traces` would trace each batch
-    size. Here two are traced, of 3 and of 4 chunks, and others are extrapolated from them.
-    """
-    length, chunk = sizes.config.seq_len, sizes.config.loss_chunk_tokens
-    if length >= 2 * chunk:
-        return sizes.traces.at(batch, 1)
-    per_chunk = chunk // length
-    low = 3 * per_chunk + batch % per_chunk  # the last chunk is as full as that of `batch`
-    if batch <= low + per_chunk:
-        return sizes.traces.at(batch, 1)
-    smaller, larger = (sizes.traces.at(n, 1) for n in (low, low + per_chunk))
-    return extrapolated(smaller, larger, (batch - low) // per_chunk)
 
 
 def peaks(trace: Trace) -> dict[str, Units]:
@@ -126,7 +107,7 @@ def phases_of(sizes: BatchSizes) -> dict[str, list[Piece]]:
 
     def at(phase: str, batch: int) -> list[int]:
         if batch not in known:
-            known[batch] = peaks(trace_at(sizes, batch))
+            known[batch] = peaks(sizes.traces.at(batch, 1))
         return [known[batch][phase][category] for category in VARYING]
 
     phases = "forward", "loss", "backward"
@@ -152,7 +133,7 @@ def grid_point(sizes: BatchSizes, batch: int) -> list:
     On all others a step has the same work, so one trace is timed on each (a test compares
     `predict_time`).
     """
-    trace = trace_at(sizes, batch)
+    trace = sizes.traces.at(batch, 1)
     allocator = allocator_settings(sizes.config, sizes.card)
     needed = Prediction(trace, 1, sizes.card.name, allocator).needed_bytes
     found: list = [round(needed / 2**20)]

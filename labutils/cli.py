@@ -266,7 +266,7 @@ def predict(
     is_record = advise and find_config(config).suffix not in (".yaml", ".yml")
     subject = None if is_record else load_config(config, **parse_overrides(pairs))
     from labutils.machine.here import card_of
-    from labutils.prediction.advise import advise as advise_on
+    from labutils.prediction.search import advise as advise_on
     from labutils.training.records import load_record
 
     if is_record:
@@ -295,8 +295,8 @@ def _print_prediction(config: Config, card: Card, budget_gib: float | None, as_j
     from labutils.config.choices import WITHOUT_BF16
     from labutils.config.resolve import precision_on
     from labutils.config.schema import ConfigError
-    from labutils.prediction.fit import fit
     from labutils.prediction.memory import needed_gib, predict_memory
+    from labutils.prediction.search import fit
     from labutils.prediction.time import predict_time
 
     ledger, time = predict_memory(config, card), predict_time(config, card)

@@ -19,7 +19,7 @@ from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import CONFIGS_DIR
 from labutils.prediction.arithmetic import n_parameters
-from labutils.prediction.changes import reasons
+from labutils.prediction.search import reasons
 
 TABLE = Path(__file__).with_name("choose.json")
 BASE = NO_AUTOCAST[0]
@@ -92,7 +92,7 @@ def _why(base: Config, changes: dict[str, Any]) -> dict[str, str]:
     words = dict(OWN_WORDS)
     for key, value in changes.items():
         if key not in words:
-            words[key] = reasons(base, {key: value})
+            words[key] = reasons({key: value})
     if PRECISIONS[changes.get("precision", base.precision)].autocast:
         words["precision"] = AUTOCAST
     if base.model_copy(update=changes).grad_accum_steps == 1:

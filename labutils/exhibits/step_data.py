@@ -22,9 +22,19 @@ from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.memory.ledger import CAST_WEIGHTS
 from labutils.prediction.fusion import OPTIMIZER_PHASE
-from labutils.prediction.storage_log import BIRTH, DEATH, Event, Segment, Storage, StorageLog
-from labutils.prediction.trace import CATEGORIES, LASTING, Trace, trace_step
-from labutils.prediction.traces import fake_world
+from labutils.prediction.trace import (
+    BIRTH,
+    CATEGORIES,
+    DEATH,
+    LASTING,
+    Event,
+    Segment,
+    Storage,
+    StorageLog,
+    Trace,
+    fake_world,
+    trace_step,
+)
 from labutils.techniques import precision
 from labutils.techniques.loss import lm_loss_sum
 from labutils.workload.build import build_optimizer, float32_model

@@ -24,8 +24,7 @@ from labutils.memory.ledger import (
     TEMPORARIES,
 )
 from labutils.prediction.replay import n_steps, walk
-from labutils.prediction.storage_log import BIRTH, DEATH
-from labutils.prediction.traces import Traces
+from labutils.prediction.trace import BIRTH, DEATH, Traces
 
 SEQ_LEN = 64  # as in section 3 of notebook 02
 LARGEST = 128  # sequences: up to here no moment is missed that could be a phase's peak

@@ -9,12 +9,14 @@ but for its exceptions: https://dev-discuss.pytorch.org/t/min-cut-optimal-recomp
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from labutils.memory.kinds import ATTENTION_KINDS, PRODUCT_KINDS
 from labutils.memory.ledger import GRADIENTS, OPTIMIZER
-from labutils.prediction.storage_log import Segment, Storage
 from labutils.prediction.work import Work
+
+if TYPE_CHECKING:
+    from labutils.prediction.trace import Segment, Storage
 
 OPTIMIZER_PHASE, BACKWARD_PHASE = "optimizer", "backward"
 Chain = list[Work]

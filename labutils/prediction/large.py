@@ -15,7 +15,6 @@ from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
 from labutils.prediction.blocks import DEFAULT
 from labutils.prediction.module import traced_module
-from labutils.prediction.traces import FEW_LAYERS
 from labutils.techniques import precision as precisions
 from labutils.techniques.adapters import add_lora, trained
 from labutils.techniques.four_bits import use_four_bits
@@ -24,6 +23,7 @@ from labutils.techniques.optimizers import LowBitAdamW
 FROZEN = ("none", "lora", "qlora")
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 16
+FEW_LAYERS = 2, 3  # of which bytes are carried on to all: a first, a last, and one between
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
 from labutils.prediction.allocator import CachingAllocator
 from labutils.prediction.blocks import DEFAULT, EXPANDABLE, Settings
-from labutils.prediction.trace import Trace
-from labutils.prediction.traces import Traces
+from labutils.prediction.trace import Trace, Traces
 
 # Of what the allocator needs at least: so near is the prediction, so that no "fits" is false.
 MARGIN = 1.02

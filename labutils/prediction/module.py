@@ -17,8 +17,7 @@ from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
 from labutils.prediction.blocks import DEFAULT
 from labutils.prediction.memory import Prediction
-from labutils.prediction.trace import Trace, trace_step
-from labutils.prediction.traces import ON_CPU, fake_world
+from labutils.prediction.trace import ON_CPU, Trace, fake_world, trace_step
 from labutils.techniques.precision import autocast
 
 

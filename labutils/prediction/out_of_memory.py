@@ -10,10 +10,9 @@ from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.memory.device_memory import free_memory
 from labutils.memory.errors import GIB, readable_size
-from labutils.prediction.advise import named
 from labutils.prediction.arithmetic import n_parameters
-from labutils.prediction.fit import Plan, fit, single_changes_that_fit
 from labutils.prediction.memory import needed_gib, predict_memory
+from labutils.prediction.search import Plan, fit, named, single_changes_that_fit
 
 MAX_SUGGESTIONS = 3
 CPU = torch.device("cpu")

@@ -15,8 +15,16 @@ import numpy as np
 from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, downsample_timeline
 from labutils.prediction.allocator import CachingAllocator
 from labutils.prediction.blocks import MIB, OutOfMemory, Settings, rounded
-from labutils.prediction.storage_log import BIRTH, DEATH, OPERATION, Event, Segment
-from labutils.prediction.trace import CATEGORIES, LASTING, Trace
+from labutils.prediction.trace import (
+    BIRTH,
+    CATEGORIES,
+    DEATH,
+    LASTING,
+    OPERATION,
+    Event,
+    Segment,
+    Trace,
+)
 
 # the first makes the optimizer's state, the second finds holes where there were none, the third is
 # as all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,23 @@ from labutils.config.schema import Config
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
 from labutils.prediction.memory import BatchSizes
+
+LONGEST = 32768  # tokens of a sequence that a config may name
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number up to `limit` that fits, by halving intervals; 0 if not 1 does."""
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:  # `low` fits, `high` does not
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def largest_micro_batch(
@@ -33,17 +51,7 @@ def largest_micro_batch(
     step = run.config.model_copy(update=alone)
     # what is free changes, the traces do not
     sizes = _batch_sizes(step.model_dump_json(), replace(run.card, memory_gib=0.0, speed=None))
-    low, high = 0, 1
-    while high <= limit and sizes.at(high).fits(budget_gib):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:  # `low` fits, `high` does not
-        middle = (low + high) // 2
-        if sizes.at(middle).fits(budget_gib):
-            low = middle
-        else:
-            high = middle
-    return low
+    return largest(lambda size: sizes.at(size).fits(budget_gib), limit)
 
 
 def longest_sequence(
@@ -53,23 +61,14 @@ def longest_sequence(
     *,
     unit: int = 1024,
 ) -> int:
-    """Return the longest sequence, in tokens, of which one fits: a multiple of `unit`, or 0.
+    """Return the longest sequence, in tokens, of which one fits: a multiple of `unit`, or 0."""
 
-    At most 32768, which a config may name. One ledger answers for each length that is tried: the
-    interval between a length that fits and one that does not is halved until it is one unit.
-    """
-    low, high = 0, 32768 // unit + 1  # in units: `low` fits, `high` does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        tokens = middle * unit
-        one = config.model_copy(
-            update={"seq_len": tokens, "micro_batch_size": 1, "tokens_per_step": tokens}
-        )
-        if largest_micro_batch(one, budget_gib, device, limit=1):
-            low = middle
-        else:
-            high = middle
-    return low * unit
+    def fits(units: int) -> bool:
+        shape = {"seq_len": units * unit, "micro_batch_size": 1, "tokens_per_step": units * unit}
+        one = config.model_copy(update=shape)
+        return largest_micro_batch(one, budget_gib, device, limit=1) == 1
+
+    return unit * largest(fits, LONGEST // unit)
 
 
 @lru_cache(maxsize=4)
@@ -116,8 +115,7 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     each other and with other machines.
     """
     configs = [load_config(name, **overrides) for name in names]
-    card = here.card(choose_device())
-    run = resolve(configs[0], card)
+    run = resolve(configs[0], here.card(choose_device()))
     size = _size_for_equal_steps(run)
     if size == run.config.micro_batch_size:
         return configs

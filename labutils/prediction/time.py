@@ -28,9 +28,7 @@ from labutils.prediction.fusion import OPTIMIZER_PHASE
 from labutils.prediction.gpu_time import GpuTime
 from labutils.prediction.module import traced_module
 from labutils.prediction.replay import segments_of
-from labutils.prediction.storage_log import BIRTH, Segment, Storage
-from labutils.prediction.trace import Trace
-from labutils.prediction.traces import Traces
+from labutils.prediction.trace import BIRTH, Segment, Storage, Trace, Traces
 from labutils.prediction.work import Work
 
 PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (

@@ -5,7 +5,7 @@ import pytest
 import labutils as lab
 from labutils.cli import main
 from labutils.machine import here
-from labutils.prediction.advise import advise
+from labutils.prediction.search import advise
 from tests.helpers import REPO, slow
 
 NAMES = sorted(

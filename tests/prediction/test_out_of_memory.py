@@ -15,8 +15,8 @@ from labutils.machine.host import free_host_bytes, usable_cpus
 from labutils.memory import device_memory as memory
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.errors import is_out_of_memory, short_message
-from labutils.prediction.fit import single_changes_that_fit
 from labutils.prediction.out_of_memory import suggest_changes
+from labutils.prediction.search import single_changes_that_fit
 from labutils.training import runs as training_runs
 from tests.helpers import CPU, REPO
 

@@ -20,8 +20,7 @@ from labutils.prediction import memory as prediction
 from labutils.prediction import replay
 from labutils.prediction.blocks import DEFAULT, EXPANDABLE, MIB, Settings
 from labutils.prediction.memory import Prediction, allocator_settings
-from labutils.prediction.storage_log import BIRTH
-from labutils.prediction.trace import LASTING
+from labutils.prediction.trace import BIRTH, LASTING
 from tests.helpers import sizes_on, slow
 
 CARDS = {"NVIDIA H200": "h200", "Tesla T4": "t4", "NVIDIA GeForce RTX 4060": "rtx4060"}

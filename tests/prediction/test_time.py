@@ -17,7 +17,7 @@ from labutils.prediction.calibrate_cpu import Measured
 from labutils.prediction.gpu_time import KERNEL_SECONDS, UNALIGNED, GpuTime
 from labutils.prediction.module import traced_module
 from labutils.prediction.time import LAUNCHES, MEMORY, PRODUCTS, predict_time
-from labutils.prediction.traces import Traces
+from labutils.prediction.trace import Traces
 from labutils.prediction.work import PRODUCT, Work
 from labutils.techniques.loss import lm_loss_sum
 
