@@ -6,9 +6,8 @@ convergence: four arms with ten seeds each, and the batch of 32 at once, on the 
 twenty minutes on one thread of a CPU. rates: batches of 8 and of 32 at every rate of
 `convergence.RATES`, with seed 0. Held-out losses are on all held-out text.
 stability: six arms at three rates with ten seeds each, a decaying rate and torch's own growth
-interval: one to three hours on one thread, most of them in FP16. Each of its runs is kept in runs/
-when it ends, so it continues where it was stopped. The records that ship have eight seeds; that of
-stability is older, with five arms, a constant rate and a growth interval of 8.
+interval: half an hour to three hours on one thread, most of them in FP16. Each of its runs is kept
+in runs/ when it ends, so it continues where it was stopped.
 """
 
 from __future__ import annotations

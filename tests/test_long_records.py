@@ -75,11 +75,15 @@ def test_the_shipped_record_is_whole_and_names_its_hardware():
 
 def test_the_shipped_record_says_what_the_notebook_says_of_it():
     rows = lab.convergence.read_record("stability").losses
-    ends = rows[(rows.rate == "small") & (rows.step == rows.step.max())]
-    losses = ends.pivot(index="seed", columns="arm", values="loss")
+    ends = rows[rows.step == rows.step.max()]
     verdicts = {}
-    for arm in losses:
-        pair = losses["fp32"].tolist(), losses[arm].tolist()
-        verdicts[arm] = lab.paired_difference(*pair, worth_telling=0.005).verdict
-    assert verdicts["bf16"] == verdicts["pure_bf16_sr"] == "cannot tell here"
-    assert verdicts["pure_bf16"] == verdicts["fp16"] == "larger"
+    for rate in ("small", "usual"):
+        losses = ends[ends.rate == rate].pivot(index="seed", columns="arm", values="loss")
+        assert losses.pop(records.PURE_FP16).isna().all()
+        for arm in losses:
+            pair = losses["fp32"].tolist(), losses[arm].tolist()
+            verdicts[rate, arm] = lab.paired_difference(*pair, worth_telling=0.005).verdict
+    told = {key for key, verdict in verdicts.items() if verdict != "cannot tell here"}
+    assert told == {("small", "pure_bf16"), ("usual", "pure_bf16")}
+    finite = ends[(ends.rate == "far too high") & ends.loss.notna()]
+    assert set(finite.arm) == {"fp16"} and set(finite.skipped) == {166}
