@@ -75,6 +75,7 @@ from .training.noise import paired_difference as paired_difference
 from .training.noise import paired_ratio as paired_ratio
 from .training.noise import product_speeds as product_speeds
 from .training.processes import in_processes as in_processes
+from .training.processes import write_worker as write_worker
 from .training.records import compare as compare
 from .training.records import find_runs as find_runs
 from .training.records import readable as readable
@@ -90,3 +91,4 @@ from .workload.gpt2 import build_model as build_model
 from .workload.slow_source import SlowSource as SlowSource
 
 __version__: str
+from .training.runs import rate_of as rate_of

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import runpy
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from labutils.files import runs_dir, write_atomically
+
+
+def write_worker(name: str, *functions: Callable) -> Path:
+    """Write the notebook cells that define some functions to runs/NAME/worker.py; return its path.
+
+    So processes that run this file run what the reader wrote last.
+    """
+    cells = ["".join(linecache.getlines(each.__code__.co_filename)) for each in functions]
+    path = runs_dir() / name / "worker.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join(dict.fromkeys(cells))  # each cell once
+    write_atomically(path, text.encode())
+    return path
 
 
 def in_processes(n_processes: int, script: Path, function: str, *args: Any) -> list[Any]:
