@@ -389,7 +389,7 @@ def doctor(calibrate: Calibrate = False) -> None:
     from labutils.config.choices import PRECISIONS
     from labutils.machine.gpu import choose_device, diagnose, gpu_facts
     from labutils.machine.here import environment, matmul_rate, support
-    from labutils.prediction.calibrate import calibrate_cpu, calibrate_gpu
+    from labutils.prediction.calibrate import calibrate as measure
 
     problem, device = diagnose(gpu_facts()), choose_device()
     facts = environment(device) | {"runs": str(runs_dir())}
@@ -414,7 +414,7 @@ def doctor(calibrate: Calibrate = False) -> None:
         )
     require_room()
     if calibrate:
-        calibrate_gpu(device) if device.type == "cuda" else calibrate_cpu()
+        measure(device)
         print(f"\nmeasured; the rates are in {runs_dir() / 'calibration'}")
     raise typer.Exit(1 if problem else 0)
 

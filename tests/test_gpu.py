@@ -19,7 +19,7 @@ from labutils.config.choices import CHECKPOINTING
 from labutils.files import runs_dir
 from labutils.machine.here import card_of
 from labutils.memory.tensors import tensor_bytes
-from labutils.prediction import calibrate, calibrate_gpu, replay
+from labutils.prediction import calibrate, replay
 from labutils.techniques import adapters, precision
 from labutils.training.records import load_record
 from labutils.training.train import StepLog
@@ -414,15 +414,15 @@ def test_a_cell_without_memory_gives_a_short_answer_on_cuda(capsys):
 
 def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     """Only that it runs and is kept: how near it comes is seen on a card."""
-    monkeypatch.setattr(calibrate_gpu, "SIDE", 512)
-    monkeypatch.setattr(calibrate_gpu, "ELEMENTS", 2**20)
-    speed = calibrate.calibrate_gpu(CUDA)
+    monkeypatch.setattr(calibrate, "SIDE", 512)
+    monkeypatch.setattr(calibrate, "NUMBERS", 2**20)
+    speed = calibrate.calibrate(CUDA)
     kinds = {"float32", "float16", "bfloat16"}
     kinds |= {"TF32"} if torch.cuda.get_device_capability() >= (8, 0) else set()
     assert set(speed.reached) == kinds and all(rate > 0 for rate in speed.reached.values())
     assert speed.gb_per_s > 0 and speed.rows > 0 and min(speed.flash) > 0
     monkeypatch.setattr(calibrate, "measure_gpu", lambda device: pytest.fail("measured again"))
-    assert calibrate.gpu_speed(CUDA) == speed
+    assert calibrate.rates_of(CUDA) == speed
     ledger = lab.predict_time(lab.load_config("fp32", **SMALL), CUDA)
     assert ledger.step_ms > 0
     assert main(["predict", "fp32", "--device", "this"]) == 0

@@ -1,77 +1,287 @@
-"""What single operations of this machine were measured to take, kept in `runs/calibration/`.
+"""Measure single operations on this machine, once, and keep what they took in `runs/calibration/`.
 
-A step's time here is predicted from them.
+A step's time here is predicted from them. How long an operation takes depends on its kind and its
+size. On a CPU each kind of OPERATIONS is measured at a few sizes; on a GPU large ones are, and
+`prediction.gpu_time` has the rest.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from labutils.config.card import Speed
+from labutils.config.card import Gpu, Speed
 from labutils.files import runs_dir, write_atomically
-from labutils.machine.here import device_name
-from labutils.prediction.calibrate_cpu import CpuRates, measure_cpu
-from labutils.prediction.calibrate_gpu import measure_gpu
+from labutils.machine.here import cuda_seconds, device_name
+from labutils.memory.kinds import (
+    BATCHED,
+    ELEMENTS,
+    FLASH,
+    FUNCTIONS,
+    RANDOM,
+    ROWS,
+    UPDATE,
+)
+from labutils.prediction.gpu_time import EFFICIENT_SHARES
+from labutils.techniques.precision import tf32
+
+SECONDS = 0.02  # for each measurement; the fastest call in it counts
+TOO_SLOW = 0.05  # seconds of a call: larger ones of its kind are not measured
+# Operands are taken in turn from so many bytes of tensors: in a step, caches hold others too.
+POOL_BYTES, MOST_TENSORS = 32 * 2**20, 512
+HEADS, WIDTH = 16, 32  # of attention
+# On a GPU: the side of a square product, and the numbers of an elementwise operation.
+SIDE, NUMBERS = 4096, 2**26
 
 
-def cpu_rates() -> CpuRates:
-    """Return what was measured on this CPU. The first time that takes a few seconds."""
-    return _cpu_rates(device_name(torch.device("cpu")), runs_dir())
+@dataclass(frozen=True)
+class Measured:
+    """Calls of one kind: `work` (FLOPs, or bytes), ascending, and `seconds` of each."""
+
+    work: list[float]
+    seconds: list[float]
+
+    def at(self, work: float) -> float:
+        """Return the seconds of so much work. Beyond the ends the rate is that of the end."""
+        if work <= 0:
+            return 0.0
+        rates = np.divide(self.work, self.seconds)
+        return work / float(np.interp(math.log(work), np.log(self.work), rates))
+
+
+@dataclass(frozen=True)
+class CpuRates:
+    """What was measured on a CPU: products by dtype, other operations by kind."""
+
+    call_seconds: float
+    products: dict[str, Measured]
+    kinds: dict[str, Measured]
+
+
+RATES = {"cpu": TypeAdapter(CpuRates), "cuda": TypeAdapter(Speed)}
+
+
+def rates_of(device: torch.device) -> CpuRates | Speed:
+    """Return what was measured on a device of this machine. The first time takes some seconds."""
+    return _rates(device.type, _path(device))
 
 
 @lru_cache(maxsize=4)
-def _cpu_rates(name: str, folder: Path) -> CpuRates:
-    return _kept(_path(name, folder), TypeAdapter(CpuRates)) or calibrate_cpu()
+def _rates(device_type: str, path: Path) -> CpuRates | Speed:
+    with suppress(OSError, ValidationError):  # none is kept, or none that this version can read
+        return RATES[device_type].validate_json(path.read_bytes())
+    return calibrate(torch.device(device_type))
 
 
-def calibrate_cpu() -> CpuRates:
-    """Measure this CPU and keep what was measured."""
-    name = device_name(torch.device("cpu"))
-    found = measure_cpu(name)
-    _keep(name, found.model_dump())
-    return found
-
-
-def gpu_speed(device: torch.device) -> Speed:
-    """Return what was measured on this GPU. The first time that takes a few seconds."""
-    return _gpu_speed(device_name(device), runs_dir())
-
-
-@lru_cache(maxsize=4)
-def _gpu_speed(name: str, folder: Path) -> Speed:
-    return _kept(_path(name, folder), TypeAdapter(Speed)) or calibrate_gpu(torch.device("cuda"))
-
-
-def calibrate_gpu(device: torch.device) -> Speed:
-    """Measure a GPU and keep what was measured."""
-    found = measure_gpu(device)
-    _keep(device_name(device), asdict(found))
-    return found
-
-
-def _path(name: str, folder: Path) -> Path:
-    words = "".join(c if c.isalnum() else " " for c in name).lower().split()
-    return folder / "calibration" / f"{'-'.join(words)}.json"
-
-
-def _kept(path: Path, kind: TypeAdapter) -> Any:
-    """Return what a file keeps; None if there is none, or none that this version can read."""
-    with suppress(OSError, ValidationError):
-        return kind.validate_json(path.read_bytes())
-    return None
-
-
-def _keep(name: str, values: dict) -> None:
+def calibrate(device: torch.device) -> CpuRates | Speed:
+    """Measure a device of this machine, and keep what was measured."""
+    rates = measure_cpu() if device.type == "cpu" else measure_gpu(device)
     # where nothing can be written it is measured again in the next process
     with suppress(OSError):
-        write_atomically(_path(name, runs_dir()), json.dumps(values, indent=1).encode())
-    _cpu_rates.cache_clear()
-    _gpu_speed.cache_clear()
+        write_atomically(_path(device), RATES[device.type].dump_json(rates, indent=1))
+    _rates.cache_clear()
+    return rates
+
+
+def _path(device: torch.device) -> Path:
+    name = device_name(device)
+    words = "".join(c if c.isalnum() else " " for c in name).lower().split()
+    return runs_dir() / "calibration" / f"{'-'.join(words)}.json"
+
+
+# ---- A CPU
+
+
+class Operation(NamedTuple):
+    """How a kind of operation is measured: on tensors of some shapes.
+
+    `work` is that of a call on such a tensor: FLOPs of products and attention, bytes of all others.
+    `prepared` returns the call, for a first tensor.
+    """
+
+    shapes: list[tuple[int, ...]]
+    work: Callable[[torch.Tensor], float]
+    prepared: Callable[[torch.Tensor], Callable[[torch.Tensor], object]]
+
+
+def _attention(q: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    k = torch.randn_like(q)
+    return lambda v: F.scaled_dot_product_attention(q, k, v)
+
+
+def _update(gradient: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    parts = [torch.nn.Parameter(part.clone()) for part in gradient.flatten().chunk(8)]
+    for part in parts:
+        part.grad = torch.randn_like(part)
+    step = torch.optim.AdamW(parts, fused=True).step
+    return lambda _: step()
+
+
+SQUARES = [(side, side) for side in (32, 64, 128, 256, 512)]
+# From cache to memory.
+MATRICES = [(n // 128, 128) for n in (2**12, 2**15, 2**18, 2**21, 2**23)]
+LENGTHS = (32, 64, 128, 256)
+PRODUCTS = Operation(SQUARES, lambda x: 2.0 * len(x) ** 3, lambda x: torch.randn_like(x).matmul)
+OPERATIONS = {
+    BATCHED: Operation(
+        [(HEADS, WIDTH, length) for length in LENGTHS],
+        lambda x: 2.0 * x.numel() * x.shape[2],
+        lambda x: torch.randn_like(x.mT).contiguous().matmul,
+    ),
+    FLASH: Operation(
+        [(1, HEADS, length, WIDTH) for length in LENGTHS],
+        lambda x: 4.0 * x.numel() * x.shape[2],
+        _attention,
+    ),
+    # bytes: each operand's, and the result's
+    ELEMENTS: Operation(MATRICES, lambda x: 12.0 * x.numel(), lambda x: torch.randn_like(x).add),
+    FUNCTIONS: Operation(MATRICES, lambda x: 8.0 * x.numel(), lambda _: torch.tanh),
+    ROWS: Operation(MATRICES, lambda x: 8.0 * x.numel(), lambda _: partial(torch.softmax, dim=-1)),
+    RANDOM: Operation(
+        MATRICES,
+        lambda x: 8.0 * x.numel(),
+        lambda _: lambda x: torch.empty_like(x).bernoulli_(0.9),
+    ),
+    UPDATE: Operation(MATRICES, lambda x: 28.0 * x.numel(), _update),
+}
+
+
+def measure_cpu() -> CpuRates:
+    """Measure single operations on this CPU with torch's threads, in a few seconds."""
+    random_state = torch.get_rng_state()
+    try:
+        products = {}
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            products[str(dtype).removeprefix("torch.")] = _measured(PRODUCTS, dtype)
+        kinds = {kind: _measured(operation) for kind, operation in OPERATIONS.items()}
+        return CpuRates(_call_seconds(), products, kinds)
+    finally:
+        torch.set_rng_state(random_state)  # measuring changes no training
+
+
+def _measured(operation: Operation, dtype: torch.dtype = torch.float32) -> Measured:
+    work, seconds = [], []
+    for shape in operation.shapes:
+        n_tensors = min(max(POOL_BYTES // (4 * math.prod(shape)), 2), MOST_TENSORS)
+        tensors = [torch.randn(shape).to(dtype) for _ in range(n_tensors)]
+        call, in_turn = operation.prepared(tensors[0]), itertools.cycle(tensors)
+        work.append(operation.work(tensors[0]))
+        seconds.append(_fastest(lambda call=call, in_turn=in_turn: call(next(in_turn))))
+        if seconds[-1] > TOO_SLOW:
+            break
+    return Measured(work, seconds)
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    """Return the seconds of the fastest call among those that fit in SECONDS; at least three."""
+    call()
+    seconds: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(seconds) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+class _Count(TorchDispatchMode):
+    """Counts operations that compute something: views and empty tensors do not."""
+
+    n = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        aliases = [result.alias_info for result in operation._schema.returns]
+        is_view = any(alias and not alias.is_write for alias in aliases)
+        is_idle = operation.__name__.startswith(("empty", "detach", "_unsafe_view"))
+        self.n += not (is_view or is_idle)
+        return operation(*args, **(kwargs or {}))
+
+
+def _call_seconds() -> float:
+    """Return what an operation of a training step costs besides computing.
+
+    A layer is trained that is too small to compute anything to speak of: what takes time is
+    Python, torch's dispatcher and autograd.
+    """
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0, foreach=False)
+    x = torch.zeros(1, 2, 8)
+
+    def step() -> None:
+        layer(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with _Count() as count:
+        step()
+    return _fastest(step) / count.n
+
+
+# ---- A GPU
+
+
+def measure_gpu(device: torch.device) -> Speed:
+    """Measure large operations on a GPU, in a few seconds.
+
+    `tflops` are the measured ones too: its datasheet is not known here.
+    """
+    gpu = Gpu(torch.cuda.get_device_capability(device), 0, 0)
+    reached = {}
+    for name in ("float32", "float16", "bfloat16"):
+        reached[name] = _product_tflops(getattr(torch, name), device)
+    if gpu.capability >= (8, 0):
+        reached["TF32"] = _product_tflops(torch.float32, device, with_tf32=True)
+    x = torch.randn(NUMBERS // 1024, 1024, device=device)
+    copied = 2 * x.nbytes / cuda_seconds(partial(torch.mul, x, 2.0))
+    normed = 2 * x.nbytes / cuda_seconds(partial(torch.softmax, x, dim=-1))
+    return Speed(
+        tflops=reached,
+        gb_per_s=copied / 1e9,
+        reached=reached,
+        elements=1.0,
+        rows=normed / copied,
+        flash=_attention_shares(gpu, reached, device),
+        source="measured here",
+    )
+
+
+def _product_tflops(dtype: torch.dtype, device: torch.device, with_tf32: bool = False) -> float:
+    a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
+    call = partial(torch.matmul, a, b)
+    with tf32(with_tf32):
+        call()
+        return 2 * SIDE**3 / cuda_seconds(call) / 1e12
+
+
+def _attention_shares(
+    gpu: Gpu, reached: dict[str, float], device: torch.device
+) -> tuple[float, float]:
+    """Return the FLOP/s of fused attention, forward and backward, as shares of products'."""
+    name = "bfloat16" if gpu.has_bf16 else "float16"
+    shape = 16, 12, 1024, 64
+    q, k, v = (torch.randn(shape, device=device, dtype=getattr(torch, name)) for _ in range(3))
+    q.requires_grad_()
+    attend = partial(F.scaled_dot_product_attention, q, k, v)
+    out = attend()
+    again = partial(torch.autograd.grad, out, q, torch.ones_like(out), retain_graph=True)
+    flops = 4 * math.prod(shape) * shape[2]
+    rates = flops / cuda_seconds(attend), 2.5 * flops / cuda_seconds(again)
+    # older cards have another kernel, which is predicted as a share of this one
+    kernel = (1.0, 1.0) if gpu.flash else EFFICIENT_SHARES
+    forward, backward = (
+        rate / (1e12 * reached[name]) / share for rate, share in zip(rates, kernel, strict=True)
+    )
+    return forward, backward

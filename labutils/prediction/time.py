@@ -2,7 +2,7 @@
 
 The traced step (`prediction.trace`) is run on two clocks. The host issues one operation after the
 other. The device computes each as soon as it is issued and the one before is done; how long that
-takes is `prediction.gpu_time`'s answer, or `prediction.cpu_time`'s.
+takes is the answer of `GpuTime`, or of `CpuTime`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from labutils.config.choices import COMPILE_MODES, PRECISIONS
 from labutils.config.resolve import Run, resolve
 from labutils.config.schema import Config
 from labutils.machine import here
-from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, ELEMENTS, PRODUCT
+from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, ELEMENTS, FLASH, PRODUCT
 from labutils.memory.ledger import FROZEN, GRADIENTS
-from labutils.prediction.calibrate import gpu_speed
-from labutils.prediction.cpu_time import CpuTime
+from labutils.prediction.calibrate import rates_of
 from labutils.prediction.fusion import OPTIMIZER_PHASE
 from labutils.prediction.gpu_time import GpuTime
 from labutils.prediction.module import traced_module
@@ -124,7 +123,7 @@ def with_speed(card: Card) -> Card:
     """Return a card of which is known how fast it is: this GPU is measured."""
     if card.gpu is None or card.speed is not None:
         return card
-    return replace(card, speed=gpu_speed(torch.device("cuda")))
+    return replace(card, speed=rates_of(torch.device("cuda")))
 
 
 def predict_module_time(
@@ -154,6 +153,28 @@ def _gradients(trace: Trace) -> Iterator[Storage]:
             for event in segment.events:
                 if event.kind == BIRTH and event.storage.category == GRADIENTS:
                     yield event.storage
+
+
+class CpuTime:
+    """Seconds of operations on this CPU, from single operations measured on it."""
+
+    def __init__(self, is_compiled: bool) -> None:
+        self.rates = rates_of(torch.device("cpu"))
+        self.is_compiled = is_compiled
+        self.call_seconds = self.compiled_call_seconds = self.rates.call_seconds
+
+    def seconds(self, work: Work) -> float:
+        """Return how long one operation computes, without the cost of its call."""
+        products, kinds = self.rates.products, self.rates.kinds
+        if work.kind == PRODUCT:
+            return products.get(work.dtype, products["float32"]).at(work.flops)
+        if work.kind == BATCHED:
+            return kinds[BATCHED].at(work.flops)
+        if work.kind in ATTENTION_KINDS:
+            return kinds[FLASH].at(work.flops)
+        # a compiler spares traffic; what takes time for its arithmetic goes on taking it
+        is_fused = self.is_compiled and work.kind == ELEMENTS
+        return kinds[work.kind].at(work.fused_bytes if is_fused else work.n_bytes)
 
 
 class Clock:

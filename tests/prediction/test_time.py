@@ -13,7 +13,7 @@ import labutils as lab
 from labutils.cli import main
 from labutils.config.cards import CARDS
 from labutils.prediction import calibrate, published
-from labutils.prediction.calibrate_cpu import Measured
+from labutils.prediction.calibrate import Measured
 from labutils.prediction.gpu_time import KERNEL_SECONDS, UNALIGNED, GpuTime
 from labutils.prediction.module import traced_module
 from labutils.prediction.time import LAUNCHES, MEMORY, PRODUCTS, predict_time
@@ -228,23 +228,24 @@ def test_a_measured_rate_is_interpolated_and_kept_beyond_the_ends():
 
 def test_this_cpu_is_measured_once_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path))
-    calls = []
+    found = []
     quick = calibrate.measure_cpu
 
-    def counted(name):
-        calls.append(name)
-        return quick(name)
+    def counted():
+        found.append(quick())
+        return found[-1]
 
     monkeypatch.setattr(calibrate, "measure_cpu", counted)
-    calibrate.calibrate_cpu()
-    calibrate._cpu_rates.cache_clear()
+    calibrate.calibrate(torch.device("cpu"))
     ledger = predict_time(lab.load_config("fp32"), "cpu")
-    calibrate._cpu_rates.cache_clear()
-    assert len(calls) == 1
+    assert [calibrate.rates_of(torch.device("cpu"))] == found
     assert ledger.shares[PRODUCTS] > 0.05
     assert ledger.method == "predicted for cpu"
     (file,) = (tmp_path / "calibration").glob("*.json")
-    assert json.loads(file.read_text())["device"] == calls[0]
+    file.write_text("{}")  # of another version: measured again
+    calibrate._rates.cache_clear()
+    calibrate.rates_of(torch.device("cpu"))
+    assert len(found) == 2
 
 
 def test_unscaling_is_part_of_the_optimizer_phase():
