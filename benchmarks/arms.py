@@ -31,7 +31,8 @@ def transformers_model(config: Config, device: torch.device, use_cache: bool = T
     That is: dropout 0.1, gelu_new, a key-value cache, and the vocabulary as it is.
     """
     sizes = {"seq_len": config.seq_len, "seed": config.seed}
-    model = build_model(config.model, **sizes, use_cache=use_cache, attention="sdpa")
+    model = build_model(config.model, **sizes, use_cache=use_cache, attention="eager")
+    model.set_attn_implementation("sdpa")  # which is transformers' default
     return model.to(device)
 
 

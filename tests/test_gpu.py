@@ -337,7 +337,7 @@ except torch.OutOfMemoryError:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
-    """Bit for bit with deterministic algorithms and math attention; the fused kernels within two
+    """Bit for bit with deterministic algorithms and eager attention; the fused kernels within two
     plain runs' spread.
     """
     if not lab.support(name, CUDA).ok:
@@ -356,9 +356,9 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        plain = gradient("none", "math")
+        plain = gradient("none", "eager")
         for policy in POLICIES:
-            assert torch.equal(gradient(policy, "math"), plain), policy
+            assert torch.equal(gradient(policy, "eager"), plain), policy
     finally:
         torch.use_deterministic_algorithms(False)
     plain, again = gradient("none", "auto"), gradient("none", "auto")
@@ -368,7 +368,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
 
 
 @card  # compiled kernels compute the losses
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
     eager, compiled = (
         lab.run_experiment(
@@ -376,11 +376,7 @@ def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
         )
         for how in ("off", mode)
     )
-    without_graphs = {
-        "reduce-overhead": "default",
-        "max-autotune": "max-autotune-no-cudagraphs",
-    }  # it accumulates
-    assert compiled.environment["torch.compile"] == without_graphs.get(mode, mode)
+    assert compiled.environment["torch.compile"] == "default"  # no graphs: it accumulates
     assert compiled.series.loss == pytest.approx(eager.series.loss, rel=0.01)
 
 

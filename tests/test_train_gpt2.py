@@ -83,7 +83,7 @@ def test_a_text_of_ones_own_is_read_again_in_a_new_order(runs, tmp_path, monkeyp
         "optimizer=sgd",
         "gradient_checkpointing=offload",
         "weights=pretrained",
-        "compile=max-autotune",
+        "compile=reduce-overhead",
     ],
 )
 def test_what_the_script_cannot_do_is_refused(pair, monkeypatch, capsys):

@@ -87,8 +87,6 @@ def _of_pretrained_weights(values: Mapping[str, Any]) -> Iterable[tuple[str, str
 def impossible_on(device_type: str, config: Any) -> Iterable[tuple[str, str]]:
     """Yield (key, message) for what one kind of device never has, whatever its model."""
     row = ATTENTION[config.attention]
-    if device_type == "cpu" and not row.on_cpu:
-        yield "attention", "a CPU has no memory-efficient attention; use auto, math or eager"
     if device_type == "cpu" and config.dropout > 0 and not row.drops_out_on_cpu:
         yield (
             "attention",

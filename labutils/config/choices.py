@@ -131,20 +131,16 @@ OPTIMIZER_IMPLEMENTATIONS = Rows(
     "optimizer implementations",
     Choice("fused", "one kernel"),
     Choice("foreach", "a few, with temporaries"),
-    Choice("for_loop"),
 )
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A way to compute attention. `kernel` is torch's name of it, empty where torch chooses."""
+    """A way to compute attention."""
 
     name: str
     help: str = ""
-    kernel: str = ""
-    from_transformers: bool = False  # its own code calls the kernel
     keeps_matrices: bool = False  # (T, T) weights are kept for the backward pass
-    on_cpu: bool = True
     only_16bit_on_cuda: bool = False
     drops_out_on_cpu: bool = True
     since: tuple[int, int] = (0, 0)  # NVIDIA compute capability
@@ -152,13 +148,9 @@ class Attention:
 
 ATTENTION = Rows(
     "kinds of attention",
-    Attention("eager", from_transformers=True, keeps_matrices=True),
-    Attention("sdpa", "Hugging Face's", from_transformers=True),
-    Attention("math", kernel="MATH", keeps_matrices=True),
-    Attention("efficient", kernel="EFFICIENT_ATTENTION", on_cpu=False),
+    Attention("eager", "Hugging Face's", keeps_matrices=True),
     Attention(
         "flash",
-        kernel="FLASH_ATTENTION",
         only_16bit_on_cuda=True,
         drops_out_on_cpu=False,
         since=(8, 0),
@@ -185,7 +177,6 @@ CHECKPOINTING = Rows(
     Checkpointing("none", is_on=False, repeats=False),
     Checkpointing("block"),
     Checkpointing("every_2", blocks_per_unit=2),
-    Checkpointing("every_3", blocks_per_unit=3),
     Checkpointing("every_4", "computed again", blocks_per_unit=4),
     Checkpointing("selective", repeats=False, keeps_products=True),
     Checkpointing("offload", repeats=False, to_host=True),
@@ -195,13 +186,12 @@ EACH_BLOCK = CHECKPOINTING["block"]
 
 @dataclass(frozen=True)
 class CompileMode:
-    """A mode of torch.compile, and what it becomes where CUDA graphs cannot be used."""
+    """A mode of torch.compile."""
 
     name: str
     help: str = ""
     is_on: bool = True
-    without_graphs: str = ""  # empty: it uses none
-    in_cpp_on_cpu: bool = False  # a wrapper in C++ spares launches on a CPU
+    spares_launches: bool = False  # by CUDA graphs; on a CPU by a wrapper in C++
 
 
 COMPILE_MODES = Rows(
@@ -211,10 +201,8 @@ COMPILE_MODES = Rows(
     CompileMode(
         "reduce-overhead",
         "CUDA graphs; in C++ on a CPU",
-        without_graphs="default",
-        in_cpp_on_cpu=True,
+        spares_launches=True,
     ),
-    CompileMode("max-autotune", without_graphs="max-autotune-no-cudagraphs"),
 )
 
 

@@ -16,19 +16,18 @@ def use_attention(model: nn.Module, kind: str) -> None:
     """Choose how a Hugging Face model attends; without padding no causal mask exists as a tensor,
     but in `eager`.
 
-    `eager` is Hugging Face's own, with (T, T) matrices and mask; `sdpa` its own call of fused
-    kernels. The others call torch's scaled_dot_product_attention here: its `math`,
-    memory-`efficient` or `flash` kernel, which raises RuntimeError where it does not exist, or the
-    one that torch prefers (`auto`). Under a tracer (torch.compile, or on fake tensors)
-    transformers' `sdpa` builds the mask as a tensor, which rules flash attention out; and before
-    every eager step it looks for packed sequences on the device, for which the CPU waits.
+    `eager` is Hugging Face's own, with (T, T) matrices and mask. The others call torch's
+    scaled_dot_product_attention here: its `flash` kernel, which raises RuntimeError where it does
+    not exist, or the one that torch prefers (`auto`). Under a tracer (torch.compile, or on fake
+    tensors) transformers' own call builds the mask as a tensor, which rules flash attention out;
+    and before every step it looks for packed sequences on the device, for which the CPU waits.
     """
     from transformers import AttentionInterface
 
-    row = ATTENTION[kind]
+    only_flash = ATTENTION[kind].name == "flash"
 
     def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
-        with sdpa_kernel(getattr(SDPBackend, row.kernel)) if row.kernel else nullcontext():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if only_flash else nullcontext():
             out = F.scaled_dot_product_attention(
                 query,  # (B, heads, T, width of a head)
                 key,
@@ -62,8 +61,8 @@ def use_attention(model: nn.Module, kind: str) -> None:
             inputs["attention_mask"] = causal & padding.bool()[:, None, None, :]
         return args, inputs
 
-    name = kind if row.from_transformers else f"labutils_{kind}"
-    if name != kind:
+    name = "eager" if kind == "eager" else f"labutils_{kind}"
+    if name != "eager":
         AttentionInterface.register(name, attend)
         model.base_model.register_forward_pre_hook(with_4d_mask, with_kwargs=True)
     model.config._attn_implementation = name

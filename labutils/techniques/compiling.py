@@ -38,12 +38,13 @@ def mode_and_arguments(
 ) -> tuple[str, dict[str, Any]]:
     """Return the mode that is used on a device, and what `torch.compile` is told."""
     row = COMPILE_MODES[mode]
-    if row.in_cpp_on_cpu and device_type == "cpu":
+    if not row.spares_launches:
+        return mode, {}
+    if device_type == "cpu":
         return mode, {"options": {"cpp_wrapper": True}}
-    if row.without_graphs and accumulates and device_type == "cuda":
-        # a CUDA graph overwrites the gradients that its last run has left
-        mode = row.without_graphs
-    return mode, {} if mode == "default" else {"mode": mode}
+    if accumulates:  # a CUDA graph overwrites the gradients that its last run has left
+        return "default", {}
+    return mode, {"mode": mode}
 
 
 class CompiledLoss:
@@ -52,9 +53,8 @@ class CompiledLoss:
     Forward and backward pass become fused kernels, compiled at the first call (half a minute is
     normal). If that fails, for want of Triton on a GPU or of a C++ compiler on a CPU, this call and
     all later ones run `loss_fn` eagerly. Evaluation (no gradients) is eager: it would need kernels
-    of its own. `mode`: `default`; `reduce-overhead`, which spares launches (CUDA graphs on a GPU, a
-    wrapper in C++ on a CPU); `max-autotune`, which tries several kernels, and uses CUDA graphs too.
-    With `accumulates` there are no graphs on a GPU.
+    of its own. `mode`: `default`, or `reduce-overhead`, which spares launches (CUDA graphs on a GPU,
+    a wrapper in C++ on a CPU). With `accumulates` there are no graphs on a GPU.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ MOMENTUM = 0.9
 IMPLEMENTATIONS = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
-    "for_loop": {"foreach": False},
 }
 
 

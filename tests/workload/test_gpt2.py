@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import labutils as lab
 from labutils.config.choices import CHECKPOINTING, MODELS
+from labutils.techniques.attention import use_attention
 from labutils.techniques.checkpointing import ATTENTION
 from labutils.techniques.loss import ChunkedLoss
 from labutils.training.runs import flops_per_token
@@ -160,7 +161,7 @@ def test_block_is_hugging_faces_own_switch():
 
 
 def test_a_copy_of_a_checkpointed_model_is_independent():
-    model = lab.build_model(gradient_checkpointing="every_3")
+    model = lab.build_model(gradient_checkpointing="every_2")
     twin = copy.deepcopy(model)
     twin(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
     assert all(p.grad is None for p in model.parameters())
@@ -180,14 +181,14 @@ def test_selective_keeps_attention_only_where_it_draws_no_random_numbers():
 
 
 SWITCHES = [
-    *({"attention": kind} for kind in ("eager", "math", "flash", "auto")),
+    *({"attention": kind} for kind in ("eager", "flash", "auto")),
     {"activation": "gelu_tanh"},
     {"use_cache": True},
     {"gradient_checkpointing": "block"},
-    {"gradient_checkpointing": "every_3", "use_cache": True},
+    {"gradient_checkpointing": "every_2", "use_cache": True},
     {"gradient_checkpointing": "selective", "attention": "eager"},
     {"gradient_checkpointing": "offload"},
-    {"attention": "math", "activation": "gelu_tanh", "gradient_checkpointing": "block"},
+    {"attention": "eager", "activation": "gelu_tanh", "gradient_checkpointing": "block"},
 ]
 
 
@@ -254,7 +255,11 @@ def test_a_pass_reads_no_number_back_from_the_device():
             return op(*args, **(kwargs or {}))
 
     def reads(kind: str) -> int:
-        model = lab.build_model(attention=kind)
+        model = lab.build_model(attention="eager")
+        if kind == "auto":
+            use_attention(model, kind)
+        else:
+            model.set_attn_implementation(kind)
         batch = dict.fromkeys(("input_ids", "labels"), torch.ones(2, 16, dtype=torch.int64))
         with Reads() as mode:
             lab.lm_loss_sum(model, batch, chunk_tokens=16).backward()
@@ -381,7 +386,7 @@ def test_padded_prompts_are_continued_as_hugging_face_does():
     ids = torch.randint(1, 2048, (2, 6), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
     answers = []
-    for attention in ("sdpa", "auto"):
+    for attention in ("eager", "auto"):
         model = lab.build_model(attention=attention).eval()
         options = {
             "max_new_tokens": 4,
