@@ -1,6 +1,6 @@
 """A memory history: what was allocated, when, and by which line.
 
-It is recorded on one device, saved and read. On CUDA the caching allocator keeps the history
+It is recorded on one device. On CUDA the caching allocator keeps the history
 itself. On a CPU a dispatch mode notes each tensor that an operation makes, and when its memory
 dies. It does not see what an operation allocates and frees inside itself.
 """
@@ -8,7 +8,6 @@ dies. It does not see what an operation allocates and frees inside itself.
 from __future__ import annotations
 
 import io
-import json
 import linecache
 import os
 import pickle
@@ -25,8 +24,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from labutils.files import write_atomically
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PYTHON = sysconfig.get_path("stdlib") + os.sep
@@ -74,11 +71,6 @@ class Snapshot:
         largest_first = np.argsort(-row, kind="stable")
         return {self.lines[i]: int(row[i]) for i in largest_first if row[i] > 0}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the history as JSON."""
-        facts = {"method": self.method, "lines": self.lines, "events": self.events}
-        write_atomically(Path(path), json.dumps(facts).encode())
-
 
 @contextmanager
 def record(device: torch.device, limit_bytes: int = 0) -> Iterator[Snapshot]:
@@ -104,22 +96,19 @@ def record(device: torch.device, limit_bytes: int = 0) -> Iterator[Snapshot]:
 
 
 def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
-    """Return a saved snapshot: JSON of ours, or a pickle of `torch.cuda.memory._dump_snapshot`.
+    """Return the snapshot in a pickle of `torch.cuda.memory._dump_snapshot`.
 
-    A pickle may hold plain data only. One that asks for a class or a function is refused, and none
-    of its code runs. Raises ValueError for a file that is neither.
+    It may hold plain data only. A pickle that asks for a class or a function is refused, and none
+    of its code runs. Raises ValueError for a file that is no such pickle.
     """
-    raw = Path(path).read_bytes()
-    name = Path(path).name
+    path = Path(path)
     try:
-        if raw[:1] == b"{":
-            return _from_json(raw)
-        lines, events = _read_traces(_plain_data(raw), device_index)
-        return Snapshot("CUDA allocator history", events, lines)
+        plain_data = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        lines, events = _read_traces(plain_data, device_index)
     except UNREADABLE as error:
-        raise ValueError(
-            f"{name} is no snapshot that can be read: {type(error).__name__}: {error}"
-        ) from error
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path.name} is no snapshot that can be read: {problem}") from error
+    return Snapshot("CUDA allocator history", events, lines)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -127,22 +116,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}; a snapshot is plain data")
-
-
-def _plain_data(raw: bytes) -> dict[str, Any]:
-    return _PlainUnpickler(io.BytesIO(raw)).load()
-
-
-def _from_json(raw: bytes) -> Snapshot:
-    facts = json.loads(raw)
-    lines = [str(line) for line in facts["lines"]]
-    events = []
-    for event in facts["events"]:
-        event = tuple(map(int, event))
-        if len(event) != 3 or not 0 <= event[2] < len(lines):
-            raise ValueError("its events do not fit its lines")
-        events.append(event)
-    return Snapshot(str(facts["method"]), events, lines)
 
 
 def _read_traces(

@@ -53,8 +53,8 @@ class CompiledLoss:
     Forward and backward pass become fused kernels, compiled at the first call (half a minute is
     normal). If that fails, for want of Triton on a GPU or of a C++ compiler on a CPU, this call and
     all later ones run `loss_fn` eagerly. Evaluation (no gradients) is eager: it would need kernels
-    of its own. `mode`: `default`, or `reduce-overhead`, which spares launches (CUDA graphs on a GPU,
-    a wrapper in C++ on a CPU). With `accumulates` there are no graphs on a GPU.
+    of its own. `mode`: `default`, or `reduce-overhead`, which spares launches (CUDA graphs on a
+    GPU, a wrapper in C++ on a CPU). With `accumulates` there are no graphs on a GPU.
     """
 
     def __init__(

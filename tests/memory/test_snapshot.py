@@ -78,7 +78,6 @@ class RunsCode:
         pickle.dumps({"device_traces": []}),
         b"",
         b"{",
-        b'{"method": "x", "lines": [], "events": [[0, 1, 5]]}',
         b"\x80\x04garbage",
     ],
 )

@@ -12,16 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import labutils as lab
 from labutils.cli import main
 from labutils.config.cards import CARDS
-from labutils.prediction import calibrate, published
+from labutils.prediction import calibrate
 from labutils.prediction.calibrate import Measured
 from labutils.prediction.gpu_time import KERNEL_SECONDS, UNALIGNED, GpuTime
 from labutils.prediction.module import traced_module
+from labutils.prediction.published import config_of_row, published
 from labutils.prediction.time import LAUNCHES, MEMORY, PRODUCTS, predict_time
 from labutils.prediction.trace import Traces
 from labutils.prediction.work import PRODUCT, Work
 from labutils.techniques.loss import lm_loss_sum
 
 GPT2 = {"dropout": 0.0, "max_grad_norm": 0.0}
+from tests.prediction import time_error
 
 
 def works_of(trace, phase=None):
@@ -109,8 +111,8 @@ def test_bytes_take_their_time_where_they_are_more_than_the_arithmetic():
 
 
 def test_the_ladder_of_an_a100_has_the_right_signs():
-    ladder = [row for row in published.published().itertuples() if row.id.startswith("K")]
-    predicted = [predict_time(published.config_of_row(row.config), row.card) for row in ladder]
+    ladder = [row for row in published().itertuples() if row.id.startswith("K")]
+    predicted = [predict_time(config_of_row(row.config), row.card) for row in ladder]
     steps = [ledger.step_ms for ledger in predicted]
     assert steps == sorted(steps, reverse=True)
     assert [row.ms for row in ladder] == sorted((row.ms for row in ladder), reverse=True)
@@ -180,23 +182,22 @@ def test_recomputation_costs_time_and_a_compiled_step_saves_some():
 
 
 def test_published_rows_are_within_the_promised_error():
-    rows = published.published()
+    rows = published()
     chosen = rows[
         rows.id.isin(["K1", "K5", "N1", "G1-4", "S-t4-f4", "S-v100-pcie-f4", "S-h100-t4"])
     ]
-    table = published.scored(chosen)
-    assert table["error %"].abs().median() <= 15
+    table = time_error.scored(chosen)
+    assert table.error.abs().median() <= 15
     assert table["inside"].all()
 
 
 @pytest.mark.slow
 def test_all_published_rows_are_within_the_promised_error_and_beat_a_roofline():
-    table = published.scored()
-    assert table["error %"].abs().median() <= 15
+    table = time_error.scored(published())
+    assert table.error.abs().median() <= 15
     assert table["inside"].all()
-    is_neusight = table.id.str.startswith("S-")
-    ours = table[is_neusight]["error %"].abs().median()
-    assert ours < table[is_neusight]["roofline error %"].abs().median()
+    neusight = table[table.index.str.startswith("S-")]
+    assert neusight.error.abs().median() < neusight.roofline.abs().median()
 
 
 def test_any_module_has_a_time():
