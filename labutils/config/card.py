@@ -71,6 +71,10 @@ class Speed:
     rows: float = 0.60  # share that norms and softmax reach
     # Fused attention, forward and backward: FLOP/s as a share of what products reach in 16 bits.
     flash: tuple[float, float] = (0.68, 0.50)
+    unaligned: float = 2.6  # times as long, a product on tensor cores with a side of odd length
+    # What a linear layer reaches of the fastest square product: 74 of 81.3 TFLOP/s, BERT-large in
+    # 16 bits on an RTX 3090 Ti, github.com/mli/transformers-benchmarks.
+    layers: float = 0.91
     is_calibrated: bool = True  # operations were measured on this very card
     source: str = ""
 
@@ -86,6 +90,10 @@ class Speed:
             share = 0.75 if kind in ("float16", "bfloat16") else 0.8
             return share * self.tflops[kind] * 1e12
         return 0.5 * self.product_rate("float32")
+
+    def layer_rate(self, kind: str) -> float:
+        """Return the FLOP/s of a model's products; in float32 layers themselves were measured."""
+        return self.product_rate(kind) * (1.0 if kind == "float32" else self.layers)
 
 
 @dataclass(frozen=True)

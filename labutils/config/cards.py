@@ -40,6 +40,7 @@ class CardRow(BaseModel):
     rows_share: float | None = Share
     flash_forward: float | None = Share
     flash_backward: float | None = Share
+    unaligned: float | None = Field(default=None, ge=1, le=10, description="1 or more")
 
     @property
     def card(self) -> Card:
@@ -54,6 +55,7 @@ class CardRow(BaseModel):
         threads = MOST_THREADS.get(capability, 2048)
         gpu = Gpu(capability, self.multiprocessors, threads, bf16="bfloat16" in tflops)
         shares: dict[str, Any] = {"elements": self.elements_share, "rows": self.rows_share}
+        shares["unaligned"] = self.unaligned
         if self.flash_forward and self.flash_backward:
             shares["flash"] = self.flash_forward, self.flash_backward
         known = {name: share for name, share in shares.items() if share}

@@ -1,8 +1,9 @@
 """How long a GPU computes one operation: the longer of its arithmetic and its bytes.
 
 What a card reaches was measured on single operations; `config.cards` names the sources. The
-constants below are estimates from the sources named beside them. They were set before any whole
-step was compared, and not changed after.
+constants below are estimates from the sources named beside them. None was fitted to whole steps.
+But two facts were looked for because whole steps were slower than predicted, and then taken from
+measurements of single products: `layers` and `unaligned` of `config.card.Speed`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ KERNEL_SECONDS = 3e-6
 # (side of a tile, share of the rate that it reaches). cuBLAS chooses; here the quicker one wins.
 # The shares are assumed. With them NeuSight's float32 products above 10 GFLOP are met within 10 %.
 TILES = ((128, 1.0), (64, 0.8))
-# 16-bit products with a side that 8 does not divide. PyTorch's blog measured "nearly 3x" for an
-# output of 50,257 columns on an A100. Inductor pads most of it away: 1.3 is assumed.
-UNALIGNED, UNALIGNED_COMPILED = 2.6, 1.3
+# Tensor cores are most efficient where sides are multiples of 16 bytes: NVIDIA's guide "Matrix
+# Multiplication Background", 2.2. Inductor pads most of the rest away: 1.3 is assumed.
+ALIGNED = {"TF32": 4, "float16": 8, "bfloat16": 8}  # numbers in 16 bytes
+UNALIGNED_COMPILED = 1.3
 # The kernel for older cards beside flash attention, forward and backward: measured on one card
 # that is not named (heads of 64, 4,096 tokens), Dao-AILab/flash-attention#416.
 EFFICIENT_SHARES = 0.8, 0.55
@@ -64,7 +66,8 @@ class GpuTime:
         return 0.0
 
     def _product(self, work: Work) -> float:
-        rate = self.speed.product_rate(self._kind(work.dtype))
+        kind = self._kind(work.dtype)
+        rate = self.speed.layer_rate(kind)
         per_multiprocessor = rate / self.n_sms
         batch, rows, columns = work.shape
         found = []
@@ -79,10 +82,11 @@ class GpuTime:
 
     def _misalignment(self, work: Work) -> float:
         sides = *work.shape[1:], int(work.inner)
-        on_tensor_cores = work.dtype != "float32" and work.dtype in self.tensor_cores
-        if not on_tensor_cores or not any(side % 8 for side in sides):
+        kind = self._kind(work.dtype)
+        n_aligned = ALIGNED.get(kind, 1) if kind in self.tensor_cores else 1
+        if not any(side % n_aligned for side in sides):
             return 1.0
-        return UNALIGNED_COMPILED if self.is_compiled else UNALIGNED
+        return UNALIGNED_COMPILED if self.is_compiled else self.speed.unaligned
 
     def _attention_rate(self, work: Work) -> float:
         if work.dtype == "float32":

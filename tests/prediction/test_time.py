@@ -1,7 +1,6 @@
 """The time ledger: what it counts, its bands, and how near it comes to what others measured."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from labutils.cli import main
 from labutils.config.cards import CARDS
 from labutils.prediction import calibrate
 from labutils.prediction.calibrate import Measured
-from labutils.prediction.gpu_time import KERNEL_SECONDS, UNALIGNED, GpuTime
+from labutils.prediction.gpu_time import KERNEL_SECONDS, GpuTime
 from labutils.prediction.module import traced_module
 from labutils.prediction.published import config_of_row, published
 from labutils.prediction.time import LAUNCHES, MEMORY, PRODUCTS, predict_time
@@ -93,15 +92,24 @@ def test_a_product_takes_whole_waves_of_tiles():
     assert two_waves - KERNEL_SECONDS == pytest.approx(2 * (one_wave - KERNEL_SECONDS))
 
 
-def test_a_side_that_eight_does_not_divide_costs_tensor_cores_their_rate():
-    aligned, not_aligned = product(2**14, 50304, 768), product(2**14, 50257, 768)
-    ratio = seconds(not_aligned) / seconds(aligned)
-    assert ratio == pytest.approx(UNALIGNED, rel=0.02)
-    assert seconds(replace(not_aligned, dtype="float32")) / seconds(
-        replace(aligned, dtype="float32")
-    ) == pytest.approx(1, rel=0.02)
-    emulated = replace(not_aligned), replace(aligned)  # a T4 has no tensor cores for BF16
-    assert seconds(emulated[0], "t4") / seconds(emulated[1], "t4") == pytest.approx(1, rel=0.02)
+def slowed(card="a100", columns=50257, dtype="bfloat16", **how):
+    """Return how many times as long a product takes as one with 50,304 columns."""
+    unaligned, aligned = (product(2**14, n, 768, dtype) for n in (columns, 50304))
+    return seconds(unaligned, card, **how) / seconds(aligned, card, **how)
+
+
+def test_a_side_of_odd_length_costs_tensor_cores_their_rate():
+    assert slowed() == pytest.approx(2.6, rel=0.02)
+    assert slowed("rtx4090") == pytest.approx(1.4, rel=0.02)
+    assert slowed(dtype="float32", tf32=True) == pytest.approx(2.6, rel=0.02)
+    assert slowed(is_compiled=True) == pytest.approx(1.3, rel=0.02)
+
+
+def test_what_lies_at_sixteen_bytes_or_needs_no_tensor_cores_is_not_slowed():
+    assert slowed(columns=50260, dtype="float32", tf32=True) == pytest.approx(1, rel=0.02)
+    assert slowed(columns=50260) == pytest.approx(2.6, rel=0.02)
+    assert slowed(dtype="float32") == pytest.approx(1, rel=0.02)
+    assert slowed("t4") == pytest.approx(1, rel=0.02)  # it has none for BF16
 
 
 def test_bytes_take_their_time_where_they_are_more_than_the_arithmetic():
