@@ -71,8 +71,7 @@ configs: $(VENV)/installed
 	$(BIN)/python -m benchmarks.configs
 
 exhibits: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ledger_table $(AGAIN)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.choose_table $(AGAIN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.plan_table $(AGAIN)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -30,7 +30,6 @@ from .memory.tensors import saved_for_backward as saved_for_backward
 from .memory.transfer import copy_gb_per_s as copy_gb_per_s
 from .prediction import allocator as allocator
 from .prediction import arithmetic as arithmetic
-from .prediction import roofline as roofline
 from .prediction.arithmetic import n_parameters as n_parameters
 from .prediction.arithmetic import static_gib as static_gib
 from .prediction.large import predict_large as predict_large

@@ -6,10 +6,7 @@ from pathlib import Path
 
 from labutils.exhibits import play
 from labutils.exhibits.exhibit import FOLDER, page
-from labutils.exhibits.ledger_switches import SWITCHES
 from labutils.files import runs_dir, write_atomically
-
-WITH_MORE = {"ledger": {"models": SWITCHES["model"]}}  # there is room for it on a page
 
 
 def save_all(path: str | Path | None = None) -> Path:
@@ -17,7 +14,7 @@ def save_all(path: str | Path | None = None) -> Path:
     made = []
     for name, maker in vars(play).items():
         if (FOLDER / f"{name}.html").exists():
-            made.append(maker(**WITH_MORE.get(name, {})))
+            made.append(maker())
     target = Path(path) if path else runs_dir() / "exhibits.html"
     text = page("Things to play with", made)
     write_atomically(target, text.encode())

@@ -20,10 +20,9 @@ from labutils.exhibits import (
     window_data,
 )
 from labutils.exhibits.allreduce import allreduce as allreduce
-from labutils.exhibits.choose import choose as choose
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
-from labutils.exhibits.ledger import ledger as ledger
 from labutils.exhibits.number_data import NUMBER_FORMATS, described
+from labutils.exhibits.plan_data import plan as plan
 from labutils.exhibits.seeds_data import seeds as seeds
 from labutils.memory.ledger import mib
 from labutils.plotting import (

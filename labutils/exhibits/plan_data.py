@@ -1,0 +1,151 @@
+"""The exhibit `plan`: bytes, cards and milliseconds of a step, switch by switch.
+
+Its table, `plan.json`, is made by `benchmarks.plan_table`. It knows a few batch sizes; between them
+a straight line is drawn. A test compares it with predictions, and prints the largest error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from labutils.config.card import CONTEXT_GIB
+from labutils.config.cards import CARDS
+from labutils.config.choices import WITH_BF16
+from labutils.config.reader import load_config
+from labutils.config.schema import Config
+from labutils.exhibits.exhibit import Exhibit, make_exhibit
+from labutils.memory.ledger import (
+    ACTIVATIONS,
+    CAST_WEIGHTS,
+    GRADIENTS,
+    LOGITS,
+    MIB,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+    WORKSPACES,
+)
+from labutils.plotting import stacked_memory
+from labutils.plotting.style import CATEGORY_LOOKS
+from labutils.prediction.time import EAGER_BAND, LAUNCH_BOUND, WIDE_BAND
+
+TABLE = Path(__file__).parent / "plan.json"
+Setting = dict[str, Any]  # {switch: value}
+SWITCHES: dict[str, tuple] = {
+    "model": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "precision": ("fp32", WITH_BF16.name, "pure_bf16"),
+    "seq_len": (256, 512, 1024),
+    "gradient_checkpointing": ("none", "block"),
+    "optimizer": ("adamw", "adamw_8bit", "sgd"),
+}
+LABELS = {
+    "model": "model",
+    "precision": "precision",
+    "seq_len": "length in tokens",
+    "gradient_checkpointing": "checkpointing",
+    "optimizer": "optimizer",
+}
+SHAPE = ("model", "precision", "seq_len", "gradient_checkpointing")  # what phases depend on
+STANDING = ("model", "precision", "optimizer")  # what the update depends on
+PHASES = ("forward", "loss", "backward", "optimizer")
+POINTS = (1, 8, 64)  # batch sizes that are predicted
+FIXED = (PARAMETERS, OPTIMIZER, WORKSPACES)  # equal in every phase and at every batch size
+VARYING = (GRADIENTS, ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES)
+DEVICE = "a100"  # whose kernels and libraries the bytes are of
+TIMED = ("t4", "rtx4090", "a100", "h100")
+BASE = {"path": WITH_BF16.name, "dropout": 0.0}  # a config's name, and what all settings change
+
+
+def settings(switches: tuple[str, ...]) -> Iterator[Setting]:
+    """Yield all settings of some switches."""
+    for values in itertools.product(*[SWITCHES[switch] for switch in switches]):
+        yield dict(zip(switches, values, strict=True))
+
+
+def key_of(setting: Setting, switches: tuple[str, ...]) -> str:
+    """Return the name under which the table has what depends on some switches."""
+    return "/".join(str(setting[switch]) for switch in switches)
+
+
+def experiment(setting: Setting, batch: int = 1) -> Config:
+    """Return the config of a setting: a step is one micro-batch of so many sequences."""
+    shape = {"micro_batch_size": batch, "tokens_per_step": batch * setting["seq_len"]}
+    base = dict(BASE)
+    return load_config(base.pop("path"), **base | shape | setting)
+
+
+@lru_cache(maxsize=1)
+def read() -> dict[str, Any]:
+    """Return the table as it is stored."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def peaks_at(setting: Setting, batch: int) -> dict[str, dict[str, float]]:
+    """Return the bytes by category at each phase's peak, from the table."""
+    update = read()["update"][key_of(setting, STANDING)]["MiB"]
+    rows = {"optimizer": update[len(FIXED) :]}
+    for phase, known in read()["phases"][key_of(setting, SHAPE)]["MiB"].items():
+        rows[phase] = [np.interp(batch, POINTS, row) if row else 0 for row in known]
+    peaks = {}
+    for phase in PHASES:
+        mib = [*update[: len(FIXED)], *rows[phase]]
+        peaks[phase] = {name: MIB * n for name, n in zip((*FIXED, *VARYING), mib, strict=True)}
+    return peaks
+
+
+def plan(micro_batch_size: int = 4, **start: Any) -> Exhibit:
+    """Return an exhibit: choose a model and its switches; see bytes, cards, times and the config.
+
+    `start` are the switches to begin with, as keys of a config: see SWITCHES. Raises ValueError for
+    what the table lacks.
+    """
+    begin = {switch: values[0] for switch, values in SWITCHES.items()}
+    begin |= {"precision": WITH_BF16.name, "seq_len": 1024} | start
+    for switch, value in begin.items():
+        if value not in SWITCHES.get(switch, ()):
+            raise ValueError(f"{switch}: {value!r} is not in the table, which has {SWITCHES}")
+    peaks = peaks_at(begin, micro_batch_size)
+    highest = max(sum(peak.values()) for peak in peaks.values()) / 2**30
+    still = stacked_memory(peaks)
+    still.set_title(f"{begin['model']} in {begin['precision']}: at most {highest:.2f} GiB")
+    return make_exhibit(
+        "plan",
+        "Plan a training step",
+        "Choose a model and its switches, then drag the micro-batch: which cards hold it?",
+        page_data(begin, micro_batch_size),
+        still,
+        f"Bytes of a step by phase, stacked by category; the highest bar has {highest:.2f} GiB.",
+    )
+
+
+def page_data(start: Setting, batch: int) -> dict[str, Any]:
+    """Return what the page's script gets."""
+    named = experiment(start | {"name": "plan", "note": "from the exhibit plan"})
+    lines = []
+    for key, value in named.model_dump().items():
+        lines.append([key, yaml.safe_dump({key: value}, sort_keys=False).rstrip()])
+    return read() | {
+        "switches": [[name, LABELS[name], values] for name, values in SWITCHES.items()],
+        "shape": SHAPE,
+        "standing": STANDING,
+        "start": start | {"batch": batch},
+        "points": POINTS,
+        "phase_names": PHASES,
+        "looks": [[name, *CATEGORY_LOOKS[name]] for name in (*FIXED, *VARYING)],
+        "n_fixed": len(FIXED),
+        "timed": TIMED,
+        "launch_bound": LAUNCH_BOUND,
+        "bands": {"eager": EAGER_BAND, "wide": WIDE_BAND},
+        "cards": [[name, card.memory_gib] for name, card in CARDS.items()],
+        "context_gib": CONTEXT_GIB,
+        "base": BASE,
+        "config": lines,
+    }
