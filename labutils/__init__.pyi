@@ -31,6 +31,7 @@ from .memory.transfer import copy_gb_per_s as copy_gb_per_s
 from .prediction import allocator as allocator
 from .prediction import arithmetic as arithmetic
 from .prediction.arithmetic import n_parameters as n_parameters
+from .prediction.arithmetic import sharded as sharded
 from .prediction.arithmetic import static_gib as static_gib
 from .prediction.large import predict_large as predict_large
 from .prediction.memory import needed_gib as needed_gib
@@ -43,7 +44,6 @@ from .prediction.search import fit as fit
 from .prediction.selective import WithPolicy as WithPolicy
 from .prediction.selective import half_of_squares as half_of_squares
 from .prediction.selective import policy_cost as policy_cost
-from .prediction.sharded import sharded as sharded
 from .prediction.sizes import fitting as fitting
 from .prediction.sizes import largest_micro_batch as largest_micro_batch
 from .prediction.sizes import longest_sequence as longest_sequence

@@ -260,6 +260,18 @@ def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
     assert not trials.run(0.97 * cap, expandable)
 
 
+def test_xl_stays_under_its_limit(runs):
+    if not lab.support("pure_bf16", CUDA).ok:
+        pytest.skip(lab.support("pure_bf16", CUDA).reason)
+    if torch.cuda.mem_get_info()[0] < 7 * 2**30:
+        pytest.skip("less than 7 GiB are free")
+    config = lab.load_config("xl", steps=3, lr_warmup_steps=1)
+    record = lab.run_experiment(config, device=CUDA, progress=False)
+    assert record.outcome == "completed", record.reason
+    predicted = lab.predict_memory(config, "this").peak_bytes
+    assert record.memory.peak_bytes == pytest.approx(predicted, rel=0.02)
+
+
 def test_free_memory_resets_the_peak_after_the_garbage_is_gone():
     lab.free_memory()
     start = torch.cuda.memory_allocated()

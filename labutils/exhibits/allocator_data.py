@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from labutils.memory.ledger import MIB
-from labutils.prediction import blocks
-from labutils.prediction.allocator import CachingAllocator
-from labutils.prediction.blocks import DEFAULT, EXPANDABLE
+from labutils.prediction import allocator
+from labutils.prediction.allocator import DEFAULT, EXPANDABLE, CachingAllocator
 
 RULES = {  # in bytes
-    "smallest_block": blocks.SMALLEST_BLOCK,
-    "small_request": blocks.SMALL_REQUEST,
-    "small_segment": blocks.SMALL_SEGMENT,
-    "large_segment": blocks.LARGE_SEGMENT,
-    "large_request": blocks.LARGE_REQUEST,
-    "round_large": blocks.ROUND_LARGE,
-    "addresses": blocks.ADDRESSES,
+    "smallest_block": allocator.SMALLEST_BLOCK,
+    "small_request": allocator.SMALL_REQUEST,
+    "small_segment": allocator.SMALL_SEGMENT,
+    "large_segment": allocator.LARGE_SEGMENT,
+    "large_request": allocator.LARGE_REQUEST,
+    "round_large": allocator.ROUND_LARGE,
+    "addresses": allocator.ADDRESSES,
 }
 EMPTY_CACHE = "empty_cache"
 Story = list[tuple[str, list[int], list[int]]]

@@ -13,7 +13,7 @@ from labutils.config.choices import OPTIMIZERS
 from labutils.machine import here
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
-from labutils.prediction.blocks import DEFAULT
+from labutils.prediction.allocator import DEFAULT
 from labutils.prediction.module import traced_module
 from labutils.techniques import precision as precisions
 from labutils.techniques.adapters import add_lora, trained

@@ -20,8 +20,7 @@ from labutils.machine import here
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
-from labutils.prediction.allocator import CachingAllocator
-from labutils.prediction.blocks import DEFAULT, EXPANDABLE, Settings
+from labutils.prediction.allocator import DEFAULT, EXPANDABLE, CachingAllocator, Settings
 from labutils.prediction.trace import Trace, Traces
 
 # Of what the allocator needs at least: so near is the prediction, so that no "fits" is false.

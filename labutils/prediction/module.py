@@ -15,7 +15,7 @@ from labutils.config.card import Card
 from labutils.machine import here
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
-from labutils.prediction.blocks import DEFAULT
+from labutils.prediction.allocator import DEFAULT
 from labutils.prediction.memory import Prediction
 from labutils.prediction.trace import ON_CPU, Trace, fake_world, trace_step
 from labutils.techniques.precision import autocast

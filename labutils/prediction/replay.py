@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, downsample_timeline
-from labutils.prediction.allocator import CachingAllocator
-from labutils.prediction.blocks import MIB, OutOfMemory, Settings, rounded
+from labutils.prediction.allocator import MIB, CachingAllocator, OutOfMemory, Settings, rounded
 from labutils.prediction.trace import (
     BIRTH,
     CATEGORIES,

@@ -8,8 +8,7 @@ import random
 import pytest
 
 import labutils as lab
-from labutils.prediction.allocator import CachingAllocator
-from labutils.prediction.blocks import DEFAULT, EXPANDABLE, OutOfMemory
+from labutils.prediction.allocator import DEFAULT, EXPANDABLE, CachingAllocator, OutOfMemory
 
 MIB = 2**20
 # Plays events on the page's allocator: [number, bytes] requests, [number, 0] frees, [] empties.

@@ -17,8 +17,7 @@ from contextlib import suppress
 import torch
 
 from labutils.memory.device_memory import memory_limit
-from labutils.prediction.allocator import CachingAllocator
-from labutils.prediction.blocks import Block, OutOfMemory, Settings
+from labutils.prediction.allocator import Block, CachingAllocator, OutOfMemory, Settings
 
 CUDA = torch.device("cuda")
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.prediction.allocator import CachingAllocator
-from labutils.prediction.blocks import (
+from labutils.prediction.allocator import (
     DEFAULT,
     EXPANDABLE,
     MIB,
+    CachingAllocator,
     OutOfMemory,
     Settings,
     rounded,

@@ -18,7 +18,7 @@ from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import ROUNDING, WORKSPACES
 from labutils.prediction import memory as prediction
 from labutils.prediction import replay
-from labutils.prediction.blocks import DEFAULT, EXPANDABLE, MIB, Settings
+from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, Settings
 from labutils.prediction.memory import Prediction, allocator_settings
 from labutils.prediction.trace import BIRTH, LASTING
 from tests.helpers import sizes_on, slow
