@@ -76,6 +76,7 @@ exhibits: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench

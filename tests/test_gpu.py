@@ -21,7 +21,7 @@ from labutils.machine.here import card_of
 from labutils.memory.tensors import tensor_bytes
 from labutils.prediction import calibrate, replay
 from labutils.techniques import adapters, precision
-from labutils.training.records import load_record
+from labutils.training.records import RunRecord, load_record
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import REPO, sizes_on
@@ -39,36 +39,36 @@ SMALL = {
 }
 
 
+def need(precision_name: str) -> None:
+    """Skip the test where this card cannot compute in a precision."""
+    support = lab.support(precision_name, CUDA)
+    if not support.ok:
+        pytest.skip(support.reason)
+
+
+def run(name: str, **changes: object) -> RunRecord:
+    config = lab.load_config(name, **SMALL | changes)
+    return lab.run_experiment(config, device=CUDA, progress=False)
+
+
 @pytest.mark.parametrize("name", ["fp32", "tf32", "fp16", "bf16"])
-def test_each_supported_precision_trains_on_cuda(name, runs):
-    if not lab.support(name, CUDA).ok:
-        pytest.skip(lab.support(name, CUDA).reason)
-    record = lab.run_experiment(lab.load_config(name, **SMALL), device=CUDA, progress=False)
+def test_each_supported_precision_trains_on_cuda_and_agrees_with_float32(name, runs):
+    need(name)
+    record = run(name, dropout=0.0)
+    losses = record.series.loss
     assert record.outcome == "completed"
-    assert record.series.loss[-1] < record.series.loss[0]
+    assert losses[-1] < losses[0]
     assert record.memory.method.startswith("CUDA")
     assert record.memory.reserved_bytes >= record.memory.peak_bytes
     assert all(ms > 0 for ms in record.series.step_ms)
     assert record.environment["driver"] != "unknown"
     assert load_record(record.id) == record
-
-
-def test_losses_of_all_precisions_agree(runs):
-    usable = [p for p in ("fp32", "tf32", "fp16", "bf16") if lab.support(p, CUDA).ok]
-    series = {
-        p: lab.run_experiment(
-            lab.load_config(p, **SMALL, dropout=0.0), device=CUDA, progress=False
-        ).series.loss
-        for p in usable
-    }
-    for name, losses in series.items():
-        # bfloat16 keeps 8 bits of mantissa: a relative 2⁻⁸ per product, averaged over many
-        assert losses == pytest.approx(series["fp32"], rel=0.01), name
+    # bfloat16 keeps 8 bits of mantissa: a relative 2⁻⁸ per product, averaged over many
+    assert losses == pytest.approx(run("fp32", dropout=0.0).series.loss, rel=0.01)
 
 
 def test_tf32_rounds_products_and_is_put_back():
-    if not lab.support("tf32", CUDA).ok:
-        pytest.skip("no TF32")
+    need("tf32")
     a = torch.randn(512, 512, device=CUDA)
     with precision.tf32(False):
         exact = a @ a
@@ -126,8 +126,7 @@ def test_predicted_peak_is_the_allocators(model, name, block, batch, seq_len):
     """Within 0.5 % of `max_memory_allocated`; a row goes to the file LABUTILS_LEDGER, for the
     reference table.
     """
-    if not lab.support(name, CUDA).ok:
-        pytest.skip(lab.support(name, CUDA).reason)
+    need(name)
     shape = {"seq_len": seq_len, "micro_batch_size": batch, "tokens_per_step": batch * seq_len}
     config = lab.load_config(
         "fp32", model=model, precision=name, gradient_checkpointing=block, **shape
@@ -261,8 +260,7 @@ def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
 
 
 def test_xl_stays_under_its_limit(runs):
-    if not lab.support("pure_bf16", CUDA).ok:
-        pytest.skip(lab.support("pure_bf16", CUDA).reason)
+    need("pure_bf16")
     if torch.cuda.mem_get_info()[0] < 7 * 2**30:
         pytest.skip("less than 7 GiB are free")
     config = lab.load_config("xl", steps=3, lr_warmup_steps=1)
@@ -352,8 +350,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
     """Bit for bit with deterministic algorithms and eager attention; the fused kernels within two
     plain runs' spread.
     """
-    if not lab.support(name, CUDA).ok:
-        pytest.skip(lab.support(name, CUDA).reason)
+    need(name)
     ids = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0)).to(CUDA)
 
     def gradient(policy: str, attention: str) -> torch.Tensor:
@@ -382,12 +379,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
 @card  # compiled kernels compute the losses
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
-    eager, compiled = (
-        lab.run_experiment(
-            lab.load_config("optimized", **SMALL, compile=how), device=CUDA, progress=False
-        )
-        for how in ("off", mode)
-    )
+    eager, compiled = (run("optimized", compile=how) for how in ("off", mode))
     assert compiled.environment["torch.compile"] == "default"  # no graphs: it accumulates
     assert compiled.series.loss == pytest.approx(eager.series.loss, rel=0.01)
 
