@@ -301,7 +301,10 @@ def test_a_guess_after_run_all_works_and_each_cell_of_its_section_runs_again(run
     scores = nbformat.v4.new_code_cell("print(list(lab.scores()['made']))")
     notebook.cells += [*again, scores]
     execute(notebook)
-    assert set(ast.literal_eval(scores.outputs[0].text)) == {"after the result"}
+    made = ast.literal_eval(scores.outputs[0].text)
+    if "capstone" in name:  # nothing answers its last guess but the reader's own config
+        assert made.pop() == "before"
+    assert set(made) == {"after the result"}
 
 
 @pytest.mark.slow
