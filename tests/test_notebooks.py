@@ -207,8 +207,7 @@ def shared_names(sources: list[str]) -> set[str]:
 @EACH
 def test_a_name_that_cells_share_is_assigned_by_one_cell(name):
     """So a cell that is run again finds what it found the first time."""
-    # RUNS of large_models: its next cell changes the runs where BF16 or memory is missing
-    assert shared_names(code(name)) <= ({"RUNS"} if "large_models" in name else set())
+    assert shared_names(code(name)) == set()
 
 
 def test_a_name_with_two_makers_is_noticed():
