@@ -207,8 +207,7 @@ def shared_names(sources: list[str]) -> set[str]:
 @EACH
 def test_a_name_that_cells_share_is_assigned_by_one_cell(name):
     """So a cell that is run again finds what it found the first time."""
-    # RUNS of large_models: its next cell changes the runs where BF16 or memory is missing
-    assert shared_names(code(name)) <= ({"RUNS"} if "large_models" in name else set())
+    assert shared_names(code(name)) == set()
 
 
 def test_a_name_with_two_makers_is_noticed():
@@ -301,7 +300,10 @@ def test_a_guess_after_run_all_works_and_each_cell_of_its_section_runs_again(run
     scores = nbformat.v4.new_code_cell("print(list(lab.scores()['made']))")
     notebook.cells += [*again, scores]
     execute(notebook)
-    assert set(ast.literal_eval(scores.outputs[0].text)) == {"after the result"}
+    made = ast.literal_eval(scores.outputs[0].text)
+    if "capstone" in name:  # nothing answers its last guess but the reader's own config
+        assert made.pop() == "before"
+    assert set(made) == {"after the result"}
 
 
 @pytest.mark.slow
