@@ -260,8 +260,7 @@ def predict(
     """Predict an experiment's memory and time on a GPU, without one."""
     if device and card:
         raise typer.BadParameter("--device and --card exclude each other")
-    from labutils.config.cards import load_card
-    from labutils.config.reader import find_config, load_config, parse_overrides
+    from labutils.config.reader import find_config, load_card, load_config, parse_overrides
 
     is_record = advise and find_config(config).suffix not in (".yaml", ".yml")
     subject = None if is_record else load_config(config, **parse_overrides(pairs))

@@ -75,8 +75,11 @@ class Speed:
     # What a linear layer reaches of the fastest square product: 74 of 81.3 TFLOP/s, BERT-large in
     # 16 bits on an RTX 3090 Ti, github.com/mli/transformers-benchmarks.
     layers: float = 0.91
-    is_calibrated: bool = True  # operations were measured on this very card
-    source: str = ""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether operations were measured on this very card."""
+        return bool(self.reached)
 
     def product_rate(self, kind: str) -> float:
         """Return the FLOP/s of large products of a kind.

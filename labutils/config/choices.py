@@ -141,20 +141,13 @@ class Attention:
     name: str
     help: str = ""
     keeps_matrices: bool = False  # (T, T) weights are kept for the backward pass
-    only_16bit_on_cuda: bool = False
-    drops_out_on_cpu: bool = True
     since: tuple[int, int] = (0, 0)  # NVIDIA compute capability
 
 
 ATTENTION = Rows(
     "kinds of attention",
     Attention("eager", "Hugging Face's", keeps_matrices=True),
-    Attention(
-        "flash",
-        only_16bit_on_cuda=True,
-        drops_out_on_cpu=False,
-        since=(8, 0),
-    ),
+    Attention("flash", since=(8, 0)),
     Attention("auto", "what torch prefers"),
 )
 

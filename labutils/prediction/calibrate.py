@@ -254,7 +254,6 @@ def measure_gpu(device: torch.device) -> Speed:
         elements=1.0,
         rows=normed / copied,
         flash=_attention_shares(gpu, reached, device),
-        source="measured here",
     )
 
 
