@@ -38,7 +38,7 @@ from labutils.memory.ledger import MIB
 from labutils.techniques import precision
 from labutils.training.runs import flops_per_token, peak_rate
 from labutils.workload import data
-from labutils.workload.build import build_corpus, float32_model
+from labutils.workload.build import float32_model
 
 PEAK_STEPS = 2
 LAST_STEPS = 10  # whose mean loss is reported
@@ -95,8 +95,7 @@ def timed_stream(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    sequences, _ = build_corpus(config).split(config.seq_len)
-    stream = data.batches(sequences, config.micro_batch_size, config.seed)
+    stream = data.build_data(config).batches
     start = time.perf_counter()
     yield from islice(stream, plan["warmup"])
     synchronize()

@@ -82,12 +82,12 @@ from .training.train import evaluate as evaluate
 from .training.train import to_device as to_device
 from .training.train import train as train
 from .workload.build import build as build
+from .workload.data import SlowSource as SlowSource
 from .workload.data import batches as batches
 from .workload.data import load_corpus as load_corpus
 from .workload.data import padded_window as padded_window
 from .workload.data import sequences as sequences
 from .workload.gpt2 import build_model as build_model
-from .workload.slow_source import SlowSource as SlowSource
 
 __version__: str
 from .training.runs import rate_of as rate_of
