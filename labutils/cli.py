@@ -386,11 +386,11 @@ def doctor(calibrate: Calibrate = False) -> None:
     import torch
 
     from labutils.config.choices import PRECISIONS
-    from labutils.machine.gpu import choose_device, diagnose, gpu_facts
+    from labutils.machine.gpu import choose_device, gpu_problem
     from labutils.machine.here import environment, matmul_rate, support
     from labutils.prediction.calibrate import calibrate as measure
 
-    problem, device = diagnose(gpu_facts()), choose_device()
+    problem, device = gpu_problem(), choose_device()
     facts = environment(device) | {"runs": str(runs_dir())}
     for name in PRECISIONS:
         answer = support(name, device)

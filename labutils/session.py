@@ -15,7 +15,7 @@ from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import new_id
 from labutils.machine import here
-from labutils.machine.gpu import choose_device, diagnose, gpu_facts
+from labutils.machine.gpu import choose_device, gpu_problem
 from labutils.machine.threads import choose_threads
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
@@ -37,9 +37,7 @@ def setup() -> torch.device:
     compiling.silence_known_warnings()
     # pandas would cut the reasons in our tables short
     pd.set_option("display.max_colwidth", None, "display.width", 200)
-    facts = gpu_facts()
-    problem = diagnose(facts)
-    device = torch.device("cuda" if facts.usable and not problem else "cpu")
+    problem, device = gpu_problem(), choose_device()
     cap_to_free(device)
     said = choose_threads()
     if problem:

@@ -15,7 +15,7 @@ import torch
 from labutils.config.card import CONTEXT_GIB, CPU, Card, Gpu, Support
 from labutils.config.cards import CARDS
 from labutils.machine.gpu import driver_memory, nvidia_smi
-from labutils.machine.host import cpu_capability, cpu_name, free_host_bytes
+from labutils.machine.host import cpu_name, free_host_bytes
 
 THIS = "this"  # the GPU of this machine, among the names of cards
 
@@ -96,7 +96,10 @@ def device_name(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return product_name(device)
-    return f"{product_name(device)} ({torch.get_num_threads()} threads, {cpu_capability()})"
+    cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    capped = f", oneDNN capped to {cap}" if cap else ""
+    capability = torch.backends.cpu.get_cpu_capability()  # capped by ATEN_CPU_CAPABILITY
+    return f"{cpu_name()} ({torch.get_num_threads()} threads, {capability}{capped})"
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -141,26 +144,18 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, n: int, repeats: int =
         return 2 * n**3 / min(cuda_seconds(partial(torch.matmul, a, b)) for _ in range(repeats))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    # Windows counts a thread's time in steps of 16 ms.
+    clock = time.perf_counter if sys.platform == "win32" else time.thread_time
+    seconds = []
     try:
         a @ b
-        seconds = min(_one_threads_seconds(a, b) for _ in range(repeats))
+        for _ in range(repeats):
+            start = clock()
+            a @ b
+            seconds.append(clock() - start)
     finally:
         torch.set_num_threads(threads)
-    return threads * 2 * n**3 / seconds
-
-
-def _one_threads_seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    start = _processor_seconds()
-    a @ b
-    return _processor_seconds() - start
-
-
-def _processor_seconds() -> float:
-    """Return this thread's processor time.
-
-    Windows counts it in steps of 16 ms, so there it is the clock's time.
-    """
-    return time.perf_counter() if sys.platform == "win32" else time.thread_time()
+    return threads * 2 * n**3 / min(seconds)
 
 
 def cuda_seconds(call: Callable[[], object], times: int = 10) -> float:

@@ -10,53 +10,43 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import torch
+import psutil
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def _cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, is version 1) of this process's control group and of those around it; none but
-    on Linux.
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folder of this process's control group, and those around it; none but on Linux.
 
-    In a container the path in MEMBERSHIP is often the host's: folders that do not exist are left
-    out.
+    Of version 2, and of version 1 for a controller. In a container the path in MEMBERSHIP is often
+    the host's: some folders do not exist.
     """
     lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if not controllers or controller in controllers.split(","):
-            root = CGROUPS / controllers
-            folder = root / path.lstrip("/")
-            yield from (
-                (f, bool(controllers))
-                for f in (folder, *folder.parents)
-                if f.is_dir() and f.is_relative_to(root)
-            )
+            folder = CGROUPS / controllers / path.lstrip("/")
+            yield from (folder, *folder.parents)
 
 
-def _numbers(*files: Path) -> tuple[int, int]:
-    """Return the two numbers in one file or two.
-
-    Raises OSError or ValueError: also for "max" and -1, no limit.
-    """
-    first, second = (int(word) for file in files for word in file.read_text().split())
-    if first < 0:
-        raise ValueError("no limit")
-    return first, second
+def _limit(group: Path, *files: str) -> list[int]:
+    """Return the numbers in files of a group; nothing if one is missing, or sets no limit."""
+    numbers = []
+    with suppress(OSError, ValueError):  # "max" in version 2, -1 in version 1
+        for file in files:
+            numbers += [int(word) for word in (group / file).read_text().split()]
+    return numbers if len(numbers) == 2 and numbers[0] >= 0 else []
 
 
 def usable_cpus() -> int:
     """Return how many CPUs this process may use, by its affinity and its control groups' quota."""
-    found = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    for folder, is_v1 in _cgroup_folders("cpu"):
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
-        # unreadable, or not as the kernel documents it: no limit that we know of
-        with suppress(OSError, ValueError):
-            quota, period = _numbers(*(folder / name for name in names))
-            found = min(found, math.ceil(quota / period))
-    return max(1, found)
+    cpus = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    for group in _control_groups("cpu"):
+        version_1 = _limit(group, "cpu.cfs_quota_us", "cpu.cfs_period_us")
+        if limit := _limit(group, "cpu.max") or version_1:
+            cpus = min(cpus, math.ceil(limit[0] / limit[1]))
+    return cpus
 
 
 def free_host_bytes() -> int:
@@ -65,46 +55,26 @@ def free_host_bytes() -> int:
 
     What a group uses for files it can give back at once counts as free.
     """
-    import psutil
-
     free = psutil.virtual_memory().available
-    for folder, is_v1 in _cgroup_folders("memory"):
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if is_v1
-            else ("memory.max", "memory.current")
-        )
-        with suppress(OSError, ValueError):
-            limit, used = _numbers(*(folder / name for name in names))
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            free = min(
-                free,
-                limit
-                - used
-                + int(stat.get("total_inactive_file" if is_v1 else "inactive_file", 0)),
-            )
+    for group in _control_groups("memory"):
+        version_1 = _limit(group, "memory.limit_in_bytes", "memory.usage_in_bytes")
+        if limit := _limit(group, "memory.max", "memory.current") or version_1:
+            lines = (group / "memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
+            files = stat.get("total_inactive_file") or stat.get("inactive_file", 0)
+            free = min(free, limit[0] - limit[1] + int(files))
     return max(0, free)
 
 
 def in_notebook() -> bool:
     """Return whether a Jupyter kernel runs this code."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell is not None and hasattr(shell, "kernel")
-
-
-def cpu_capability() -> str:
-    """Return the instruction sets torch may use on this CPU, capped by ATEN_CPU_CAPABILITY and
-    ONEDNN_MAX_CPU_ISA.
-    """
-    cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
-    return torch.backends.cpu.get_cpu_capability() + (f", oneDNN capped to {cap}" if cap else "")
+    return hasattr(ipython and ipython.get_ipython(), "kernel")
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    """Return the processor's product name."""
+    with suppress(OSError, IndexError):
+        lines = Path("/proc/cpuinfo").read_text().partition("model name")[2].splitlines()
+        return lines[0].partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
+import psutil
 import torch
 
 from labutils.machine.host import usable_cpus
@@ -15,8 +16,6 @@ A_BIT = 0.5  # CPUs that the system and idle programs use all the time
 
 def busy_cpus() -> float:
     """Return how many CPUs are computing now; this process sleeps meanwhile."""
-    import psutil
-
     return psutil.cpu_percent(interval=SAMPLE_S) / 100 * (os.cpu_count() or 1)
 
 

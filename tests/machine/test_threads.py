@@ -8,52 +8,42 @@ import psutil
 import pytest
 import torch
 
-import labutils as lab
 from labutils.machine import threads
-from tests.helpers import CPU
 from tests.training.test_resume import start, stop_at
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """Set what other programs take of four CPUs, and give what is chosen of four threads."""
+def choose(monkeypatch):
+    """Return a function that sets what other programs take of four CPUs, and chooses."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(threads, "usable_cpus", lambda: 4)
 
-    def choose(busy: float) -> tuple[int, str]:
+    def _choose(busy: float) -> str:
         monkeypatch.setattr(threads, "busy_cpus", lambda: busy)
-        threads.choose_threads.cache_clear()
-        torch.set_num_threads(4)
-        return torch.get_num_threads(), threads.choose_threads()
+        return threads.choose_threads()
 
-    yield choose
+    threads.choose_threads.cache_clear()
+    torch.set_num_threads(4)
+    yield _choose
     torch.set_num_threads(before)
     threads.choose_threads.cache_clear()
 
 
-def test_a_quiet_machine_keeps_its_threads(machine):
-    assert machine(0.3)[1] == "" and torch.get_num_threads() == 4
+def test_a_quiet_machine_keeps_its_threads(choose):
+    assert choose(0.3) == "" and torch.get_num_threads() == 4
 
 
-@pytest.mark.parametrize("busy", [1.0, 4.0])
-def test_a_busy_machine_computes_with_one_thread_and_says_so(machine, busy):
-    said = machine(busy)[1]
-    assert torch.get_num_threads() == 1
-    assert f"{busy} of 4 CPUs" in said and "1 thread here, not 4" in said
+def test_a_busy_machine_computes_with_one_thread_and_says_so_once(choose):
+    sentence = choose(1.0)
+    assert "1.0 of 4 CPUs" in sentence and "1 thread here, not 4" in sentence
+    assert choose(0.0) == sentence and torch.get_num_threads() == 1
 
 
-def test_the_users_own_number_stays(machine, monkeypatch):
+def test_the_users_own_number_stays(choose, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert "times mean little" in machine(4.0)[1] and torch.get_num_threads() == 4
-
-
-def test_it_is_chosen_once(machine, monkeypatch):
-    machine(4.0)
-    monkeypatch.setattr(threads, "busy_cpus", lambda: 0.0)
-    threads.choose_threads()
-    assert torch.get_num_threads() == 1
+    assert "times mean little" in choose(4.0) and torch.get_num_threads() == 4
 
 
 def test_busy_cpus_are_those_of_the_whole_machine(monkeypatch):
@@ -85,10 +75,3 @@ def test_a_number_that_this_process_may_not_use_changes_nothing(monkeypatch):
     monkeypatch.setattr(threads, "usable_cpus", lambda: 2)
     before = torch.get_num_threads()
     assert threads.use_recorded_threads("64") == "" and torch.get_num_threads() == before
-
-
-def test_the_setup_line_names_the_threads_once(capsys):
-    lab.setup()
-    printed = capsys.readouterr().out
-    if lab.setup() == CPU:
-        assert printed.count("threads") == 1
