@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from labutils.config.card import Card
-from labutils.config.cards import CardRow
+from labutils.config.cards import COLUMNS, N_NEEDED, card_of_row
 from labutils.config.schema import DISAGREE, TYPES_ONLY, Config, ConfigError
 from labutils.files import CONFIGS_DIR
 
 CPU_PART = "when_cpu"
+EXPECTED = 'Expected lines of `key: value`, indented with spaces; text with a colon in "quotes"'
 UNSAID = ("note", "save_every")  # they change no result, so they are not in a run's name
 
 
@@ -63,23 +64,21 @@ class YamlFile:
         self.path = path
         self.lines: dict[tuple[str, ...], int] = {}
         self.mistakes: set[tuple[int, str]] = set()
-        line, mistake, root = 0, f"expected lines of `key: value`, as in {CONFIGS_DIR.name}/", None
         try:
             root = yaml.compose(path.read_text(encoding="utf-8-sig"), yaml.BaseLoader)
+            if not isinstance(root, yaml.MappingNode):
+                raise ValueError(EXPECTED)
+            self.texts = self._texts(root)
         except OSError as error:
             names = [*short_names(), *(file.name for file in path.parent.glob("*.y*ml"))]
             hint = did_you_mean(path.name, names) or f" There are: {', '.join(names)}"
-            mistake = f"{error.strerror.lower()}; name one YAML file.{hint}"
+            reason = f"{error.strerror.lower()}; name one YAML file.{hint}"
+            raise ConfigError(f"{path}: {reason}") from None
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1
-            mistake = f"not YAML: {error.problem}. Expected lines of `key: value`, indented with "
-            mistake += 'spaces; a space behind each colon; text with a colon in "quotes"'
+            raise ConfigError(f"{path}:{line}: not YAML: {error.problem}. {EXPECTED}") from None
         except (ValueError, yaml.YAMLError, RecursionError) as error:  # not UTF-8 text, say
-            mistake = f"not YAML: {str(error).splitlines()[0]}"
-        if not isinstance(root, yaml.MappingNode):
-            self.mistakes.add((line, mistake))
-        self.raise_if_any()
-        self.texts = self._texts(root)
+            raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
 
     def _texts(self, block: yaml.MappingNode, *under: str) -> dict[str, Any]:
         texts: dict[str, Any] = {}
@@ -112,11 +111,14 @@ class YamlFile:
 
 
 def checked(
-    model: type[BaseModel], values: Mapping[str, Any], context: str | None = None
-) -> tuple[Any, dict[str, str]]:
-    """Return (the model of the values, {}), or (None, {key: what is wrong}); "" is for missing."""
+    values: Mapping[str, Any], context: str | None = None
+) -> tuple[Config | None, dict[str, str]]:
+    """Return (the config of values, {}), or (None, {key: what is wrong}); "" is for missing keys.
+
+    With the context TYPES_ONLY values need not go together.
+    """
     try:
-        return model.model_validate(values, context=context), {}
+        return Config.model_validate(values, context=context), {}
     except ValidationError as error:
         details = error.errors()
     mistakes, missing = {}, []
@@ -127,9 +129,9 @@ def checked(
             missing.append(f"`{key}`")
             continue
         if kind == "extra_forbidden":
-            mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, model.model_fields)}"
+            mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
             continue
-        field = model.model_fields[key]
+        field = Config.model_fields[key]
         if kind == "string_pattern_mismatch":
             text = f"expected {field.description}"
         if kind == "literal_error":
@@ -138,7 +140,7 @@ def checked(
             text += f", got {repr(detail['input'])[:60]}.{hint}"
         mistakes[key] = f"`{key}`: {text}"
     if missing:
-        mistakes[""] = f"missing: {', '.join(missing)}"
+        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
     return None, mistakes
 
 
@@ -161,20 +163,19 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
                 file.add("corpus", f"`corpus`: no such file: {corpus!r}")
 
     on_gpu, on_cpu = values | overrides, values | when_cpu | overrides
-    config, mistakes = checked(Config, on_gpu)
-    cpu, mistakes_on_cpu = checked(Config, on_cpu)
+    config, mistakes = checked(on_gpu)
+    cpu, mistakes_on_cpu = checked(on_cpu)
     if overrides and (config or cpu):  # what fits one kind of device is judged when it runs
-        config, mistakes = checked(Config, on_gpu, TYPES_ONLY)
-        cpu, mistakes_on_cpu = checked(Config, on_cpu, TYPES_ONLY)
+        config, mistakes = checked(on_gpu, TYPES_ONLY)
+        cpu, mistakes_on_cpu = checked(on_cpu, TYPES_ONLY)
+    for key, text in mistakes.items():
+        if key in overrides:
+            file.add("", f"override: {text}")
+        else:
+            file.add(key, text)
     for key, text in mistakes_on_cpu.items():
         if text != mistakes.get(key):
             file.add(key, f"{text} (on a CPU, with what `when_cpu` sets)", CPU_PART)
-    for key, text in mistakes.items():
-        if key in overrides:
-            file.mistakes.add((0, f"override: {text}"))
-        else:
-            advice = "" if key else "; a config is complete (see fp32_config.yaml)"
-            file.add(key, f"{text}{advice}")
     file.raise_if_any()
 
     changes = {key: getattr(config, key) for key in overrides}
@@ -189,11 +190,16 @@ def load_card(path: str | os.PathLike[str]) -> Card:
     Raises ConfigError with a line `file:line: …` for each mistake.
     """
     file = YamlFile(Path(path))
-    row, mistakes = checked(CardRow, file.texts)
-    for key, text in mistakes.items():
-        file.add(key, text)
+    for key, text in file.texts.items():
+        if key not in COLUMNS:
+            file.add(key, f"unknown key `{key}`.{did_you_mean(key, COLUMNS)}")
+        elif key != "name" and not re.fullmatch(r"\d*\.?\d+", str(text)):
+            file.add(key, f"`{key}`: expected a number such as 8.9, got {text!r}")
+    for key in COLUMNS[:N_NEEDED]:
+        if key not in file.texts:
+            file.add("", f"missing: `{key}`")
     file.raise_if_any()
-    return row.card
+    return card_of_row(file.texts)
 
 
 def _named(name: str, changes: Mapping[str, Any]) -> dict[str, str]:
@@ -227,7 +233,7 @@ def config_of(values: Mapping[str, Any], source: str) -> Config:
 
     Raises ConfigError with a line for each value that this version of the course does not know.
     """
-    config, mistakes = checked(Config, values)
+    config, mistakes = checked(values)
     if mistakes:
         raise ConfigError("\n".join(f"{source}: {text}" for text in mistakes.values()))
     return config

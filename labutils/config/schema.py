@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -209,9 +208,8 @@ class Config(BaseModel):
             values = self.model_dump() | cpu | {"when_cpu": {}}
             return Config.model_validate(values, context=device_type)
         except ValidationError as error:
-            where = "on a CPU" if device_type == "cpu" else "with a GPU"
             mistakes = [f"`{detail['loc'][0]}`: {detail['msg']}" for detail in error.errors()]
-            raise ConfigError(f"{self.name}, {where}: {'; '.join(mistakes)}") from None
+            raise ConfigError(f"{self.name} on {device_type}: {'; '.join(mistakes)}") from None
 
     def changes(self, device_type: str) -> list[str]:
         """Return what does not come from the main part of the file: a line for each source."""
@@ -225,24 +223,3 @@ class Config(BaseModel):
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a config file, for editors that complete and check keys as you
-    type.
-    """
-    schema = Config.model_json_schema()
-    properties = schema["properties"]
-    del properties["overrides"]
-    properties["when_cpu"] = {
-        "type": "object",
-        "description": properties["when_cpu"]["description"],
-        "properties": {key: properties[key] for key in KEYS if key != "name"},
-        "additionalProperties": False,
-    }
-    return schema
-
-
-def schema_text() -> str:
-    """Return the text of configs/schema.json."""
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

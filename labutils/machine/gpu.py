@@ -49,7 +49,7 @@ def gpu_problem() -> str:
         return ""
     return (
         f"{name} has {free / 2**30:.1f} GiB free; the smallest GPT-2 run of the course takes "
-        f"{SMALLEST_GIB:g}. Fix: close what holds the rest (nvidia-smi lists it), restart this kernel"
+        f"{SMALLEST_GIB:g}. Fix: close what holds the rest (see nvidia-smi), restart this kernel"
     )
 
 

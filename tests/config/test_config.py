@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from benchmarks.configs import commented
+from benchmarks.configs import commented, json_schema
 from labutils.config.reader import config_of, load_config, parse_overrides
-from labutils.config.schema import KEYS, ConfigError, schema_text
+from labutils.config.schema import KEYS, ConfigError
 from tests.helpers import REPO, committed
 
 NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized", "accumulation", "checkpointing")
@@ -112,8 +112,8 @@ def test_a_step_in_backward_needs_one_whole_micro_batch(write, key, value, expec
     ("text", "expected"),
     [
         ("a: [1, 2", "not YAML"),
-        ("", "expected lines of `key: value`"),
-        ("- a\n- b\n", "expected lines of `key: value`"),
+        ("", "Expected lines of `key: value`"),
+        ("- a\n- b\n", "Expected lines of `key: value`"),
         ("seed: 0\n---\nseed: 1\n", "another document"),
         ("steps: 6\n\tseed: 0\n", "indented with spaces"),
         ("note: a: b\n", 'text with a colon in "quotes"'),
@@ -174,7 +174,7 @@ def test_an_override_is_judged_on_the_device_it_runs_on(write):
     path = write()
     config = load_config(path, micro_batch_size=8)  # the GPU's 4096 tokens, not the CPU's 512
     assert config.on("cuda").grad_accum_steps == 1
-    with pytest.raises(ConfigError, match="on a CPU: `tokens_per_step`: 512 is not a multiple"):
+    with pytest.raises(ConfigError, match="on cpu: `tokens_per_step`: 512 is not a multiple"):
         config.on("cpu")
     on_cpu = load_config(path, micro_batch_size=3, tokens_per_step=384).on("cpu")
     assert on_cpu.grad_accum_steps == 1
@@ -203,7 +203,7 @@ def test_a_config_cannot_be_changed():
 
 def test_the_schema_file_equals_the_model():
     written = (REPO / "configs" / "schema.json").read_text(encoding="utf-8")
-    assert json.loads(written) == json.loads(schema_text()), "run `make configs`"
+    assert json.loads(written) == json_schema(), "run `make configs`"
     assert set(json.loads(written)["properties"]) == {*KEYS, "when_cpu"}
 
 
