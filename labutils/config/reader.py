@@ -180,7 +180,7 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
 
     changes = {key: getattr(config, key) for key in overrides}
     cpu_changes = {key: getattr(cpu, key) for key in when_cpu if key not in changes}
-    named = _named(values["name"], changes) | changes
+    named = _named(values.get("name", ""), changes) | changes
     return config.model_copy(update=named | {"when_cpu": cpu_changes, "overrides": changes})
 
 

@@ -141,6 +141,7 @@ def test_an_override_beats_when_cpu_beats_the_file(write):
     assert (config.on("cpu").seq_len, config.on("cuda").seq_len) == (128, 512)
     from_cpu, from_caller = config.changes("cpu")
     assert from_cpu.startswith("on a CPU (when_cpu): model gpt2-nano, seq_len 128")
+    assert " steps " not in from_cpu
     assert config.changes("cuda") == [from_caller] == ["override: steps 7"]
 
 

@@ -182,6 +182,7 @@ V2 = {
 }
 V1 = {
     "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+    "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
     "cpu,cpuacct/user/cpu.cfs_quota_us": "150000\n",
     "cpu,cpuacct/user/cpu.cfs_period_us": "100000\n",
     "memory/memory.limit_in_bytes": "9223372036854771712\n",
