@@ -17,12 +17,14 @@ class Run:
     """A config as it runs on a card.
 
     `config` has a value for every key, `when_cpu` applied; its `steps` are as planned. `steps` are
-    those that will be taken: fewer where the precision is slow, and `reason` says why.
+    those that will be taken: fewer where the precision is slow, and `reason` says why. `changes`
+    says what does not come from the main part of the file: a line for each source.
     """
 
     config: Config
     card: Card
     steps: int
+    changes: list[str]
     reason: str = ""
 
 
@@ -34,11 +36,11 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
     can be predicted. A CPU is asked only `to_train`: its products are timed, and the bytes of a
     step do not depend on them.
     """
-    resolved = config.on(card.device_type)
+    resolved, changes = config.on(card.device_type), config.changes(card.device_type)
     precision = precision_on(resolved.precision, card)
     resolved = resolved.model_copy(update={"precision": precision})
     if card.gpu is None and not to_train:
-        return Run(resolved, card, resolved.steps)
+        return Run(resolved, card, resolved.steps, changes)
     is_only_predicted = not to_train and not card.is_here
     if is_only_predicted and PRECISIONS[precision].is_emulated:
         support = card.support(precision)
@@ -50,7 +52,7 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
         message = f"{kind} attention cannot run {card.place}: it needs Ampere or later; use auto"
         raise PrecisionUnsupported(message)
     steps = fewer_steps(resolved.steps) if support.slow else resolved.steps
-    return Run(resolved, card, steps, support.reason)
+    return Run(resolved, card, steps, changes, support.reason)
 
 
 def precision_on(precision: str, card: Card) -> str:

@@ -179,7 +179,7 @@ def _environment(config: Config, device: torch.device) -> dict[str, str]:
 
 def announce(config: Config, run: Run, device: torch.device) -> None:
     """Print each value that does not come from the main part of the file."""
-    for line in config.changes(device.type):
+    for line in run.changes:
         print(f"{config.name}: {line}")
     if config.memory_limit_gib and device.type != "cuda":
         print(f"{config.name}: memory_limit_gib is of CUDA's allocator: a CPU run ignores it")
