@@ -172,7 +172,7 @@ def test_probing_puts_the_number_of_threads_back(failing, monkeypatch):
     torch.set_num_threads(2)
     try:
         if failing:
-            monkeypatch.setattr(here, "_processor_seconds", broken)
+            monkeypatch.setattr(here.time, "thread_time", broken)
         with pytest.raises(RuntimeError, match="inside") if failing else nullcontext():
             matmul_rate(torch.float32, CPU, 8)
         assert torch.get_num_threads() == 2
