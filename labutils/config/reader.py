@@ -6,7 +6,6 @@ pydantic gives them their types: so 1e-4 is a number, and `off` a word.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import re
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from labutils.config.card import Card
 from labutils.config.cards import COLUMNS, N_NEEDED, card_of_row
-from labutils.config.schema import DISAGREE, TYPES_ONLY, Config, ConfigError
+from labutils.config.schema import TYPES_ONLY, Config, ConfigError, checked, did_you_mean
 from labutils.files import CONFIGS_DIR
 
 CPU_PART = "when_cpu"
@@ -44,13 +42,6 @@ def short_names() -> list[str]:
     """Return the short names of the configs there are: bf16 for configs/bf16_config.yaml."""
     stems = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml"))]
     return [stem.removesuffix("_config").removeprefix("my_") for stem in stems]
-
-
-def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question that names the choice most like a word, or nothing."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 
 class YamlFile:
@@ -108,40 +99,6 @@ class YamlFile:
 
 
 # ---- Configs
-
-
-def checked(
-    values: Mapping[str, Any], context: str | None = None
-) -> tuple[Config | None, dict[str, str]]:
-    """Return (the config of values, {}), or (None, {key: what is wrong}); "" is for missing keys.
-
-    With the context TYPES_ONLY values need not go together.
-    """
-    try:
-        return Config.model_validate(values, context=context), {}
-    except ValidationError as error:
-        details = error.errors()
-    mistakes, missing = {}, []
-    for detail in details:
-        key, kind, hint = str(detail["loc"][0]), detail["type"], ""
-        text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
-        if kind == "missing":
-            missing.append(f"`{key}`")
-            continue
-        if kind == "extra_forbidden":
-            mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
-            continue
-        field = Config.model_fields[key]
-        if kind == "string_pattern_mismatch":
-            text = f"expected {field.description}"
-        if kind == "literal_error":
-            hint = did_you_mean(str(detail["input"]), field.annotation.__args__)
-        if kind != DISAGREE:
-            text += f", got {repr(detail['input'])[:60]}.{hint}"
-        mistakes[key] = f"`{key}`: {text}"
-    if missing:
-        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
-    return None, mistakes
 
 
 def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:

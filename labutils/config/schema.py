@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -204,12 +205,10 @@ class Config(BaseModel):
         Raises ConfigError if the overridden values do not agree with the others on this device.
         """
         cpu = self.when_cpu if device_type == "cpu" else {}
-        try:
-            values = self.model_dump() | cpu | {"when_cpu": {}}
-            return Config.model_validate(values, context=device_type)
-        except ValidationError as error:
-            mistakes = [f"`{detail['loc'][0]}`: {detail['msg']}" for detail in error.errors()]
-            raise ConfigError(f"{self.name} on {device_type}: {'; '.join(mistakes)}") from None
+        config, mistakes = checked(self.model_dump() | cpu | {"when_cpu": {}}, device_type)
+        if mistakes:
+            raise ConfigError(f"{self.name} on {device_type}: {'; '.join(mistakes.values())}")
+        return config
 
     def changes(self, device_type: str) -> list[str]:
         """Return what does not come from the main part of the file: a line for each source."""
@@ -223,3 +222,45 @@ class Config(BaseModel):
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
+
+
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question that names the choice most like a word, or nothing."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
+
+
+def checked(
+    values: Mapping[str, Any], context: str | None = None
+) -> tuple[Config | None, dict[str, str]]:
+    """Return (the config of values, {}), or (None, {key: what is wrong}); "" is for missing keys.
+
+    The context may be "cpu" or "cuda", to judge what that lacks too, or TYPES_ONLY: values need not
+    go together.
+    """
+    try:
+        return Config.model_validate(values, context=context), {}
+    except ValidationError as error:
+        details = error.errors()
+    mistakes, missing = {}, []
+    for detail in details:
+        key, kind, hint = str(detail["loc"][0]), detail["type"], ""
+        text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+        if kind == "missing":
+            missing.append(f"`{key}`")
+            continue
+        if kind == "extra_forbidden":
+            mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
+            continue
+        field = Config.model_fields[key]
+        if kind == "string_pattern_mismatch":
+            text = f"expected {field.description}"
+        if kind == "literal_error":
+            hint = did_you_mean(str(detail["input"]), field.annotation.__args__)
+        if kind != DISAGREE:
+            text += f", got {repr(detail['input'])[:60]}.{hint}"
+        mistakes[key] = f"`{key}`: {text}"
+    if missing:
+        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
+    return None, mistakes
