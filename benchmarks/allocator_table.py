@@ -21,11 +21,11 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from labutils import machine
 from labutils.config.choices import MODELS
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
-from labutils.machine import here
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
 from labutils.prediction.replay import STEPS
 from labutils.techniques import precision
@@ -105,7 +105,7 @@ class Trials:
 
 def figures_of(config: Config) -> dict[str, int] | str:
     """Return a config's figures in bytes, or why there are none."""
-    support = here.support(config.precision, CUDA)
+    support = machine.support(config.precision, CUDA)
     if not support.ok:
         return support.reason
     trials = Trials(config)

@@ -25,11 +25,11 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+from labutils import machine
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir, write_atomically
-from labutils.machine import here
-from labutils.machine.gpu import choose_device
+from labutils.machine import choose_device
 from labutils.training import convergence
 from labutils.training.runs import rate_of
 from labutils.training.train import Training, train
@@ -46,7 +46,7 @@ RULES = {
 
 def facts_of(what: str, corpus: str) -> dict[str, str]:
     """Return what a record is made with, but for what it says of its own arms."""
-    facts = here.environment(choose_device())
+    facts = machine.environment(choose_device())
     facts.pop("device_type")
     facts |= {"commit": commit(), "corpus": corpus, "created": new_id()[1]}
     facts["threads"] = str(torch.get_num_threads())

@@ -10,13 +10,12 @@ from typing import Any
 import pandas as pd
 import torch
 
+from labutils import machine
 from labutils.config.card import PrecisionUnsupported
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import new_id
-from labutils.machine import here
-from labutils.machine.gpu import choose_device, gpu_problem
-from labutils.machine.threads import choose_threads
+from labutils.machine import choose_device, choose_threads, gpu_problem
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.prediction.out_of_memory import require_host_memory, suggest_changes
@@ -42,7 +41,7 @@ def setup() -> torch.device:
     said = choose_threads()
     if problem:
         print(f"!! GPU NOT USED: {problem}\n")
-    facts = here.environment(device)
+    facts = machine.environment(device)
     del facts["device_type"]
     facts.pop("threads", None)  # the device's name has it
     facts.pop("notebook", None)  # only records need it

@@ -88,7 +88,7 @@ PRECISIONS = Rows(
     BF16,
     replace(BF16, name="pure_bf16", weights="bfloat16", autocast=False),
 )
-# A config may leave the choice between two rows to the card: see `config.resolve`.
+# A config may leave the choice between two rows to the card: see `precision_on`.
 SIXTEEN_BIT = Choice("16bit", "bf16, else fp16")
 WITH_BF16, WITHOUT_BF16 = BF16, PRECISIONS["fp16"]
 NO_AUTOCAST = [row.name for row in PRECISIONS.values() if not row.is_16bit]

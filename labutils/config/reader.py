@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from labutils.config.card import Card
-from labutils.config.cards import COLUMNS, N_NEEDED, card_of_row
+from labutils.config.card import COLUMNS, N_NEEDED, Card, card_of_row
 from labutils.config.schema import TYPES_ONLY, Config, ConfigError, checked, did_you_mean
 from labutils.files import CONFIGS_DIR
 

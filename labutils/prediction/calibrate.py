@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils.config.card import Gpu, Speed
 from labutils.files import runs_dir, write_atomically
-from labutils.machine.here import cuda_seconds, device_name
+from labutils.machine import cuda_seconds, device_name
 from labutils.memory.kinds import (
     BATCHED,
     ELEMENTS,

@@ -8,10 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from labutils import machine
 from labutils.config.choices import COMPILE_MODES
-from labutils.config.resolve import resolve
-from labutils.config.schema import Config
-from labutils.machine import here
+from labutils.config.schema import Config, resolve
 from labutils.techniques import compiling, optimizers, precision
 from labutils.techniques.loss import LossFn, lm_loss_sum
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
@@ -35,7 +34,7 @@ def build(config: Config, device: torch.device) -> Workload:
 
     Raises ConfigError, PrecisionUnsupported, DataError or WeightsUnavailable.
     """
-    run = resolve(config, here.card(device), to_train=True)
+    run = resolve(config, machine.card(device), to_train=True)
     return build_workload(run.config, device, build_data(run.config))
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import labutils as lab
 from labutils.cli import main
-from labutils.config.cards import CARDS
+from labutils.config.card import CARDS
 from labutils.config.reader import load_card
 from labutils.config.schema import ConfigError
 from labutils.prediction.time import predict_time

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from labutils.machine import gpu, here, threads
-from labutils.machine.here import device_name, environment
+from labutils import machine
+from labutils.machine import device_name, environment
 from labutils.session import setup
 
 GIB = 2**30
@@ -23,17 +23,17 @@ def card(monkeypatch):
                 raise RuntimeError(f"{error}\nCompile with TORCH_USE_CUDA_DSA")
             return torch.zeros(1)
 
-        monkeypatch.setattr(gpu, "nvidia_smi", lambda _: (name,) if name else ())
+        monkeypatch.setattr(machine, "nvidia_smi", lambda _: (name,) if name else ())
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
         monkeypatch.setattr(torch, "ones", ones)
-        monkeypatch.setattr(gpu, "driver_memory", lambda _: (free_gib * GIB - 1000, 8 * GIB))
+        monkeypatch.setattr(machine, "driver_memory", lambda _: (free_gib * GIB - 1000, 8 * GIB))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
-        gpu.gpu_problem.cache_clear()
-        return gpu.gpu_problem()
+        machine.gpu_problem.cache_clear()
+        return machine.gpu_problem()
 
     yield put
-    gpu.gpu_problem.cache_clear()
+    machine.gpu_problem.cache_clear()
 
 
 def test_an_unusable_card_is_named_with_its_fix(card):
@@ -44,17 +44,17 @@ def test_an_unusable_card_is_named_with_its_fix(card):
     problem = card(is_available=False, error=old)
     assert f"RTX 4060 is present, but torch cannot compute on it: {old}" in problem
     assert "TORCH_USE_CUDA_DSA" not in problem and "Fix: update the NVIDIA driver" in problem
-    assert gpu.choose_device().type == "cpu"
+    assert machine.choose_device().type == "cpu"
     kernel = "CUDA error: no kernel image is available for execution on the device"
     assert kernel in card(error=kernel)
-    assert gpu.choose_device().type == "cpu"
+    assert machine.choose_device().type == "cpu"
     assert "0.6 GiB free" in card(free_gib=0.6)
 
 
 def test_a_usable_card_or_none_is_no_problem(card, monkeypatch):
-    assert card() == "" and gpu.choose_device().type == "cuda"
+    assert card() == "" and machine.choose_device().type == "cuda"
     assert card(name="") == ""  # no nvidia-smi, as under ROCm
-    assert card(is_available=False, name="") == "" and gpu.choose_device().type == "cpu"
+    assert card(is_available=False, name="") == "" and machine.choose_device().type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a choice
     assert card(is_available=False) == ""
 
@@ -66,7 +66,7 @@ def test_setup_warns_of_an_unusable_card_before_anything_trains(card, capsys):
 
 
 def test_environment_is_text_and_names_the_device():
-    where = gpu.choose_device()
+    where = machine.choose_device()
     facts = environment(where)
     assert all(isinstance(value, str) and value for value in facts.values())
     assert facts["device"] == device_name(where)
@@ -74,15 +74,15 @@ def test_environment_is_text_and_names_the_device():
 
 def test_setup_says_when_other_programs_compute(monkeypatch, capsys):
     for busy, warned in ((0.1, False), (os.cpu_count(), True)):
-        monkeypatch.setattr(threads, "busy_cpus", lambda busy=busy: busy)
-        threads.choose_threads.cache_clear()
+        monkeypatch.setattr(machine, "busy_cpus", lambda busy=busy: busy)
+        machine.choose_threads.cache_clear()
         setup()
         assert ("This machine is busy" in capsys.readouterr().out) == warned
 
 
 def test_what_torch_holds_unused_is_free(monkeypatch):
     """One answer to "how much is free on this card", whoever asks."""
-    monkeypatch.setattr(here, "driver_memory", lambda device: (2 * GIB, 8 * GIB))
+    monkeypatch.setattr(machine, "driver_memory", lambda device: (2 * GIB, 8 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
-    assert here.free_bytes(torch.device("cuda")) == 4 * GIB
+    assert machine.free_bytes(torch.device("cuda")) == 4 * GIB

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from labutils.machine import threads
+from labutils import machine
 from tests.training.test_resume import start, stop_at
 
 
@@ -18,17 +18,17 @@ def choose(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(threads, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 4)
 
     def _choose(busy: float) -> str:
-        monkeypatch.setattr(threads, "busy_cpus", lambda: busy)
-        return threads.choose_threads()
+        monkeypatch.setattr(machine, "busy_cpus", lambda: busy)
+        return machine.choose_threads()
 
-    threads.choose_threads.cache_clear()
+    machine.choose_threads.cache_clear()
     torch.set_num_threads(4)
     yield _choose
     torch.set_num_threads(before)
-    threads.choose_threads.cache_clear()
+    machine.choose_threads.cache_clear()
 
 
 def test_a_quiet_machine_keeps_its_threads(choose):
@@ -48,20 +48,20 @@ def test_the_users_own_number_stays(choose, monkeypatch):
 
 def test_busy_cpus_are_those_of_the_whole_machine(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 75.0)
-    assert threads.busy_cpus() == pytest.approx(0.75 * os.cpu_count())
+    assert machine.busy_cpus() == pytest.approx(0.75 * os.cpu_count())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="threads are of a CPU run")
 def test_a_continued_run_takes_the_recorded_number(runs, monkeypatch, capsys):
     before = torch.get_num_threads()
     other = 1 if before > 1 else 2
-    monkeypatch.setattr(threads, "usable_cpus", lambda: max(before, other))
+    monkeypatch.setattr(machine, "usable_cpus", lambda: max(before, other))
     try:
         stop_at(monkeypatch, 4)
         assert start(save_every=2).environment["threads"] == str(before)
         monkeypatch.undo()
         monkeypatch.setenv("LABUTILS_RUNS", str(runs))
-        monkeypatch.setattr(threads, "usable_cpus", lambda: max(before, other))
+        monkeypatch.setattr(machine, "usable_cpus", lambda: max(before, other))
         torch.set_num_threads(other)
         continued = start(resume=True, save_every=2)
     finally:
@@ -72,6 +72,6 @@ def test_a_continued_run_takes_the_recorded_number(runs, monkeypatch, capsys):
 
 
 def test_a_number_that_this_process_may_not_use_changes_nothing(monkeypatch):
-    monkeypatch.setattr(threads, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
     before = torch.get_num_threads()
-    assert threads.use_recorded_threads("64") == "" and torch.get_num_threads() == before
+    assert machine.use_recorded_threads("64") == "" and torch.get_num_threads() == before
