@@ -21,16 +21,16 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from labutils import machine
+from labutils.config.choices import MODELS
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
-from labutils.machine import here
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
 from labutils.prediction.replay import STEPS
 from labutils.techniques import precision
 from labutils.training.train import train
 from labutils.workload.build import build_loss, build_optimizer, float32_model
-from labutils.workload.gpt2 import vocab_size
 
 CUDA = torch.device("cuda")
 FINENESS = 0.004  # of the smallest cap
@@ -85,7 +85,7 @@ class Trials:
         return record.outcome != "out_of_memory"
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        vocab = vocab_size(self.config.model)
+        vocab = MODELS[self.config.model].vocabulary
         size = (self.config.micro_batch_size, self.config.seq_len)
         while True:
             ids = torch.randint(0, vocab, size)
@@ -105,7 +105,7 @@ class Trials:
 
 def figures_of(config: Config) -> dict[str, int] | str:
     """Return a config's figures in bytes, or why there are none."""
-    support = here.support(config.precision, CUDA)
+    support = machine.support(config.precision, CUDA)
     if not support.ok:
         return support.reason
     trials = Trials(config)

@@ -26,19 +26,18 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.arms import ARMS, Batch
+from labutils import machine
 from labutils.config.choices import PRECISIONS
 from labutils.config.reader import load_config, parse_overrides
-from labutils.config.resolve import resolve
-from labutils.config.schema import Config
+from labutils.config.schema import Config, resolve
 from labutils.files import commit, new_id, runs_dir, write_atomically
-from labutils.machine import here
-from labutils.machine.gpu import choose_device
+from labutils.machine import choose_device
 from labutils.memory.cpu_recorder import peak_allocated
 from labutils.memory.ledger import MIB
 from labutils.techniques import precision
 from labutils.training.runs import flops_per_token, peak_rate
 from labutils.workload import data
-from labutils.workload.build import build_corpus, float32_model
+from labutils.workload.build import float32_model
 
 PEAK_STEPS = 2
 LAST_STEPS = 10  # whose mean loss is reported
@@ -68,7 +67,7 @@ def run_arm(arm: str, config: Config, plan: dict[str, int], parent: Connection) 
         # One step more than there are batches: the end must be asked for.
         steps = plan["warmup"] + plan["blocks"] * plan["steps"] + PEAK_STEPS + 1
         config = config.model_copy(update={"steps": steps})
-        facts: dict[str, Any] = {"environment": here.environment(device)}
+        facts: dict[str, Any] = {"environment": machine.environment(device)}
         with precision.tf32(PRECISIONS[config.precision].tf32):  # for all arms alike
             stream = timed_stream(config, device, plan, parent, facts)
             facts["losses"], facts["compiled"] = ARMS[arm](config, stream, device)
@@ -95,8 +94,7 @@ def timed_stream(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    sequences, _ = build_corpus(config).split(config.seq_len)
-    stream = data.batches(sequences, config.micro_batch_size, config.seed)
+    stream = data.build_data(config).batches
     start = time.perf_counter()
     yield from islice(stream, plan["warmup"])
     synchronize()
@@ -198,7 +196,7 @@ def benchmark_config(device: torch.device, overrides: dict[str, Any]) -> Config:
     own = load_config("optimized").on(device.type).model_dump() | values
     one_micro_batch = int(own["micro_batch_size"]) * int(own["seq_len"])
     config = load_config("optimized", **values, tokens_per_step=one_micro_batch)
-    return resolve(config, here.card(device)).config
+    return resolve(config, machine.card(device)).config
 
 
 def table(rows: Sequence[Row], device: torch.device) -> str:
@@ -260,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     tokens = f"{config.micro_batch_size} × {config.seq_len} tokens a step"
-    print(f"{here.device_name(device)}: {config.model}, {tokens}, {config.precision}")
+    print(f"{machine.device_name(device)}: {config.model}, {tokens}, {config.precision}")
     run(rows, warmup=options.warmup, blocks=options.blocks, steps=options.steps)
     print(table(rows, device))
     print(f"saved {save(rows)}")

@@ -3,12 +3,14 @@
 Values stay as they are, and so does what stands under `when_cpu`.
 """
 
+import json
 import re
+from typing import Any
 
 import yaml
 
 from labutils.config.choices import PRECISIONS
-from labutils.config.schema import Config, schema_text
+from labutils.config.schema import KEYS, Config
 from labutils.files import CONFIGS_DIR, write_atomically
 
 
@@ -30,8 +32,25 @@ def commented(text: str, baseline: str) -> str:
     return "".join(lines)
 
 
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file, for editors that complete and check keys as you
+    type.
+    """
+    schema = Config.model_json_schema()
+    properties = schema["properties"]
+    del properties["overrides"]
+    properties["when_cpu"] = {
+        "type": "object",
+        "description": properties["when_cpu"]["description"],
+        "properties": {key: properties[key] for key in KEYS if key != "name"},
+        "additionalProperties": False,
+    }
+    return schema
+
+
 if __name__ == "__main__":
     usual = (CONFIGS_DIR / "fp32_config.yaml").read_text(encoding="utf-8")
     for path in sorted(CONFIGS_DIR.glob("*_config.yaml")):
         write_atomically(path, commented(path.read_text(encoding="utf-8"), usual).encode())
-    write_atomically(CONFIGS_DIR / "schema.json", schema_text().encode())
+    text = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    write_atomically(CONFIGS_DIR / "schema.json", text.encode())

@@ -10,8 +10,9 @@ import argparse
 import json
 from typing import Any
 
+from labutils import machine
 from labutils.config.card import CONTEXT_GIB
-from labutils.config.resolve import resolve
+from labutils.config.schema import resolve
 from labutils.exhibits.plan_data import (
     DEVICE,
     FIXED,
@@ -28,7 +29,6 @@ from labutils.exhibits.plan_data import (
     settings,
 )
 from labutils.files import write_atomically
-from labutils.machine import here
 from labutils.memory.ledger import MIB
 from labutils.prediction.memory import BatchSizes
 from labutils.prediction.replay import segments_of
@@ -38,13 +38,13 @@ from labutils.prediction.trace import Trace
 
 def sizes_of(setting: Setting) -> BatchSizes:
     """Return the predictions of a setting on DEVICE, at any batch size."""
-    run = resolve(experiment(setting), here.card_of(DEVICE))
+    run = resolve(experiment(setting), machine.card_of(DEVICE))
     return BatchSizes(run.config, run.card)
 
 
 def clock_of(trace: Trace, card_name: str, sizes: BatchSizes, *, update: bool) -> Clock | None:
     """Return the clock of a card after the update, or after all before it; None if it cannot."""
-    card = here.card_of(card_name)
+    card = machine.card_of(card_name)
     if not card.support(sizes.config.precision).ok:
         return None
     clock = Clock(card, tf32=False, is_compiled=False)

@@ -25,15 +25,16 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+from labutils import machine
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir, write_atomically
-from labutils.machine import here
-from labutils.machine.gpu import choose_device
+from labutils.machine import choose_device
 from labutils.training import convergence
 from labutils.training.runs import rate_of
 from labutils.training.train import Training, train
-from labutils.workload.build import build_corpus, build_data, build_workload
+from labutils.workload.build import build_workload
+from labutils.workload.data import build_data
 
 SEEDS, TOKENS, EVERY_TOKENS = 10, 98_304, 8_192
 FILES = {"convergence": "convergence", "rates": "convergence_rates", "stability": "stability"}
@@ -45,7 +46,7 @@ RULES = {
 
 def facts_of(what: str, corpus: str) -> dict[str, str]:
     """Return what a record is made with, but for what it says of its own arms."""
-    facts = here.environment(choose_device())
+    facts = machine.environment(choose_device())
     facts.pop("device_type")
     facts |= {"commit": commit(), "corpus": corpus, "created": new_id()[1]}
     facts["threads"] = str(torch.get_num_threads())
@@ -93,7 +94,7 @@ def convergence_text(what: str, options: argparse.Namespace) -> str:
         changes["eval_every"] = options.every_tokens // config.tokens_per_step
         training = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
         rows += held_out_rows(config, training)
-    corpus = build_corpus(convergence.config_of(convergence.SMALL, 0, TOKENS).on("cpu"))
+    corpus = build_data(convergence.config_of(convergence.SMALL, 0, TOKENS).on("cpu")).corpus
     batches = convergence.held_out_batches(corpus)
     n_sequences = sum(len(batch["labels"]) for batch in batches)
     facts = facts_of(what, corpus.digest) | {"rule": RULES[what]}
@@ -157,7 +158,7 @@ def windows(losses: list[float], skipped: list[bool], steps: int) -> pd.DataFram
 def stability_text(options: argparse.Namespace) -> str:
     """Train what the record of stability holds; return its text."""
     first = stability_options("usual", PURE_FP16, 0, options.steps)
-    corpus = build_corpus(load_config("accumulation", **first).on("cpu"))
+    corpus = build_data(load_config("accumulation", **first).on("cpu")).corpus
     facts = facts_of("stability", corpus.digest)
     rates = ", ".join(f"{name} {rate:g}" for name, rate in RATES.items())
     facts["rates"] = f"{rates}; {first['lr_schedule']} after {WARMUP_STEPS} steps"

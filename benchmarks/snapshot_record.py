@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from labutils.config.choices import MODELS
 from labutils.files import write_atomically
 from labutils.techniques.loss import lm_loss_sum
-from labutils.workload.gpt2 import build_model, vocab_size
+from labutils.workload.gpt2 import build_model
 
 MODEL, SEQUENCES, SEQ_LEN, STEPS = "gpt2-nano", 4, 128, 3
 # What a frame of C++ tells a reader: the operation, the node of autograd, its thread, a workspace.
@@ -41,7 +42,7 @@ def record_snapshot(note: str = "") -> dict[str, Any]:
         torch.manual_seed(0)
         model = build_model(MODEL, dropout=0.0, activation="gelu_tanh").to("cuda")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        ids = torch.randint(0, vocab_size(MODEL), (SEQUENCES, SEQ_LEN)).to("cuda")
+        ids = torch.randint(0, MODELS[MODEL].vocabulary, (SEQUENCES, SEQ_LEN)).to("cuda")
         for _ in range(STEPS):
             lm_loss_sum(model, {"input_ids": ids, "labels": ids}).backward()
             optimizer.step()

@@ -2,8 +2,8 @@
 
 from . import exercises as exercises
 from . import plotting as plotting
+from .config.card import CARDS as CARDS
 from .config.card import CONTEXT_GIB as CONTEXT_GIB
-from .config.cards import CARDS as CARDS
 from .config.choices import MODELS as MODELS
 from .config.reader import load_config as load_config
 from .config.schema import Config as Config
@@ -13,9 +13,9 @@ from .files import runs_dir as runs_dir
 from .guesses import answer as answer
 from .guesses import guess as guess
 from .guesses import scores as scores
-from .machine.here import card_of as card_of
-from .machine.here import matmul_rate as matmul_rate
-from .machine.here import support as support
+from .machine import card_of as card_of
+from .machine import matmul_rate as matmul_rate
+from .machine import support as support
 from .memory import snapshot as snapshot
 from .memory.cpu_recorder import peak_allocated as peak_allocated
 from .memory.device_memory import allocated_bytes as allocated_bytes
@@ -82,12 +82,12 @@ from .training.train import evaluate as evaluate
 from .training.train import to_device as to_device
 from .training.train import train as train
 from .workload.build import build as build
+from .workload.data import SlowSource as SlowSource
 from .workload.data import batches as batches
 from .workload.data import load_corpus as load_corpus
 from .workload.data import padded_window as padded_window
 from .workload.data import sequences as sequences
 from .workload.gpt2 import build_model as build_model
-from .workload.slow_source import SlowSource as SlowSource
 
 __version__: str
 from .training.runs import rate_of as rate_of

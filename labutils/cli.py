@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from labutils.config.cards import CARDS
+from labutils.config.card import CARDS
 from labutils.files import REFERENCE_DIR, require_room, runs_dir
 
 if TYPE_CHECKING:
@@ -260,12 +260,11 @@ def predict(
     """Predict an experiment's memory and time on a GPU, without one."""
     if device and card:
         raise typer.BadParameter("--device and --card exclude each other")
-    from labutils.config.cards import load_card
-    from labutils.config.reader import find_config, load_config, parse_overrides
+    from labutils.config.reader import find_config, load_card, load_config, parse_overrides
 
     is_record = advise and find_config(config).suffix not in (".yaml", ".yml")
     subject = None if is_record else load_config(config, **parse_overrides(pairs))
-    from labutils.machine.here import card_of
+    from labutils.machine import card_of
     from labutils.prediction.search import advise as advise_on
     from labutils.training.records import load_record
 
@@ -293,8 +292,7 @@ def _print_prediction(config: Config, card: Card, budget_gib: float | None, as_j
 
     from labutils.config.card import CONTEXT_GIB
     from labutils.config.choices import WITHOUT_BF16
-    from labutils.config.resolve import precision_on
-    from labutils.config.schema import ConfigError
+    from labutils.config.schema import ConfigError, precision_on
     from labutils.prediction.memory import needed_gib, predict_memory
     from labutils.prediction.search import fit
     from labutils.prediction.time import predict_time
@@ -387,11 +385,10 @@ def doctor(calibrate: Calibrate = False) -> None:
     import torch
 
     from labutils.config.choices import PRECISIONS
-    from labutils.machine.gpu import choose_device, diagnose, gpu_facts
-    from labutils.machine.here import environment, matmul_rate, support
+    from labutils.machine import choose_device, environment, gpu_problem, matmul_rate, support
     from labutils.prediction.calibrate import calibrate as measure
 
-    problem, device = diagnose(gpu_facts()), choose_device()
+    problem, device = gpu_problem(), choose_device()
     facts = environment(device) | {"runs": str(runs_dir())}
     for name in PRECISIONS:
         answer = support(name, device)

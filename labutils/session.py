@@ -10,13 +10,12 @@ from typing import Any
 import pandas as pd
 import torch
 
+from labutils import machine
 from labutils.config.card import PrecisionUnsupported
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import new_id
-from labutils.machine import here
-from labutils.machine.gpu import choose_device, diagnose, gpu_facts
-from labutils.machine.threads import choose_threads
+from labutils.machine import choose_device, choose_threads, gpu_problem
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.prediction.out_of_memory import require_host_memory, suggest_changes
@@ -37,14 +36,12 @@ def setup() -> torch.device:
     compiling.silence_known_warnings()
     # pandas would cut the reasons in our tables short
     pd.set_option("display.max_colwidth", None, "display.width", 200)
-    facts = gpu_facts()
-    problem = diagnose(facts)
-    device = torch.device("cuda" if facts.usable and not problem else "cpu")
+    problem, device = gpu_problem(), choose_device()
     cap_to_free(device)
     said = choose_threads()
     if problem:
         print(f"!! GPU NOT USED: {problem}\n")
-    facts = here.environment(device)
+    facts = machine.environment(device)
     del facts["device_type"]
     facts.pop("threads", None)  # the device's name has it
     facts.pop("notebook", None)  # only records need it

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import labutils as lab
-from labutils.config.resolve import resolve
-from labutils.machine import here
+from labutils import machine
+from labutils.config.schema import resolve
 from labutils.prediction.memory import BatchSizes
 from labutils.techniques.schedule import learning_rate_at
 
@@ -116,12 +116,12 @@ def rate_of(step: int, config: lab.Config) -> float:
 
 def on(device: str, config: lab.Config) -> lab.Config:
     """The config as it runs on a card."""
-    return resolve(config, here.card_of(device)).config
+    return resolve(config, machine.card_of(device)).config
 
 
 def sizes_on(device: str, config: lab.Config) -> BatchSizes:
     """Predictions for a config on a card, at any micro-batch size."""
-    card = here.card_of(device)
+    card = machine.card_of(device)
     return BatchSizes(resolve(config, card).config, card)
 
 

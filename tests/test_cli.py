@@ -119,7 +119,7 @@ def test_check_names_every_mistake_once(tmp_path, edited, capsys):
     assert "fp32: ok" in captured.out and f"{bad}:1: `steps`" in captured.err
     assert main(["check", str(few)]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert "missing: `note`, `model`, `weights` and" in line and "see fp32_config.yaml" in line
+    assert "missing: `note`, `model`, `weights`, " in line and "see fp32_config.yaml" in line
     assert main(["check", str(edited(("\nsteps: 60 ", "\nstpes: 60 ")))]) == 1
     missing, line = capsys.readouterr().err.splitlines()
     assert "missing: `steps`;" in missing and "Did you mean `steps`?" in line

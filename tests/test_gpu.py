@@ -17,7 +17,7 @@ from benchmarks.allocator_table import Trials
 from labutils.cli import main
 from labutils.config.choices import CHECKPOINTING
 from labutils.files import runs_dir
-from labutils.machine.here import card_of
+from labutils.machine import card_of
 from labutils.memory.tensors import tensor_bytes
 from labutils.prediction import calibrate, replay
 from labutils.techniques import adapters, precision

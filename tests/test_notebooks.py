@@ -244,7 +244,7 @@ def test_a_failure_a_missing_error_and_another_output_are_noticed(tmp_path):
 # ---- where memory is short, cells are run again, and paths are odd
 
 
-SHORT = "import labutils.machine.here as here; here.free_host_bytes = lambda: {mib} * 2**20"
+SHORT = "import labutils.machine as machine; machine.free_host_bytes = lambda: {mib} * 2**20"
 HELD = """
 import torch, labutils, matplotlib.pyplot as _plt
 _plt.close("all")

@@ -1,11 +1,15 @@
-"""What a device is to a config: a GPU that need not be here, or the CPU. Rows are in `cards`."""
+"""What a device is to a config: a GPU that need not be here, or the CPU; and the cards of
+`cards.csv`, for which times and bytes can be predicted.
+"""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from labutils.config.choices import PRECISIONS, Precision
+from labutils.config.choices import PRECISIONS, Precision, Rows
 
 # Assumed: what a process takes on the card before its first tensor, for driver and library code.
 CONTEXT_GIB = 0.5
@@ -75,8 +79,11 @@ class Speed:
     # What a linear layer reaches of the fastest square product: 74 of 81.3 TFLOP/s, BERT-large in
     # 16 bits on an RTX 3090 Ti, github.com/mli/transformers-benchmarks.
     layers: float = 0.91
-    is_calibrated: bool = True  # operations were measured on this very card
-    source: str = ""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether operations were measured on this very card."""
+        return bool(self.reached)
 
     def product_rate(self, kind: str) -> float:
         """Return the FLOP/s of large products of a kind.
@@ -163,3 +170,43 @@ class Card:
 
 
 CPU = Card("cpu", 0.0)
+
+
+TABLE = Path(__file__).with_name("cards.csv")
+KINDS = ("float32", "TF32", "float16", "bfloat16")  # of products
+MOST_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}  # else 2048
+N_NEEDED = 6  # columns that have a number for each card
+
+
+def card_of_row(row: Mapping[str, str]) -> Card:
+    """Return the card of a row: texts by column. It is uncalibrated if nothing was measured on it.
+
+    What is empty, or not there, is not known: of most columns `Speed` has a usual number.
+    """
+    major, _, minor = row["compute_capability"].partition(".")
+    capability = int(major), int(minor or 0)
+    known = {column: text for column, text in row.items() if text and column != "name"}
+    numbers = {column: float(text) for column, text in known.items()}
+    tflops, reached = {}, {}
+    for kind in KINDS:
+        for rates, column in ((tflops, f"{kind}_tflops"), (reached, f"reached_{kind}")):
+            if column.lower() in numbers:
+                rates[kind] = numbers[column.lower()]
+    usual = Speed(tflops, numbers["bandwidth_gb_s"], reached)
+    forward, backward = usual.flash
+    speed = replace(
+        usual,
+        elements=numbers.get("elements_share", usual.elements),
+        rows=numbers.get("rows_share", usual.rows),
+        flash=(numbers.get("flash_forward", forward), numbers.get("flash_backward", backward)),
+        unaligned=numbers.get("unaligned", usual.unaligned),
+    )
+    threads = MOST_THREADS.get(capability, 2048)
+    gpu = Gpu(capability, int(numbers["multiprocessors"]), threads, bf16="bfloat16" in tflops)
+    return Card(row["name"], numbers["memory_gib"], gpu, speed=speed)
+
+
+_LINES = TABLE.read_text(encoding="utf-8").splitlines()
+_ROWS = csv.DictReader(line for line in _LINES if not line.startswith("#"))
+COLUMNS = _ROWS.fieldnames
+CARDS = Rows("cards", *(card_of_row(row) for row in _ROWS))

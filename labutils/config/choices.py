@@ -6,7 +6,7 @@ comments in `configs/*.yaml`, and `configs/schema.json`, say what the rows say: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Rows(dict):
@@ -56,6 +56,15 @@ class Precision:
         return "TF32" if self.tf32 else self.products
 
 
+BF16 = Precision(
+    "bf16",
+    products="bfloat16",
+    autocast=True,
+    fast_since=(8, 0),
+    without_hardware="has no BF16 hardware, only emulation; use fp16",
+    runs_without_hardware=False,
+    is_emulated=True,
+)
 PRECISIONS = Rows(
     "precisions",
     Precision("fp32"),
@@ -76,28 +85,12 @@ PRECISIONS = Rows(
         fast_since=(7, 0),
         without_hardware="has no tensor cores: FP16 saves no time",
     ),
-    Precision(
-        "bf16",
-        products="bfloat16",
-        autocast=True,
-        fast_since=(8, 0),
-        without_hardware="has no BF16 hardware, only emulation; use fp16",
-        runs_without_hardware=False,
-        is_emulated=True,
-    ),
-    Precision(
-        "pure_bf16",
-        products="bfloat16",
-        weights="bfloat16",
-        fast_since=(8, 0),
-        without_hardware="has no BF16 hardware, only emulation; use fp16",
-        runs_without_hardware=False,
-        is_emulated=True,
-    ),
+    BF16,
+    replace(BF16, name="pure_bf16", weights="bfloat16", autocast=False),
 )
-# A config may leave the choice between two rows to the card: see `config.resolve`.
+# A config may leave the choice between two rows to the card: see `precision_on`.
 SIXTEEN_BIT = Choice("16bit", "bf16, else fp16")
-WITH_BF16, WITHOUT_BF16 = PRECISIONS["bf16"], PRECISIONS["fp16"]
+WITH_BF16, WITHOUT_BF16 = BF16, PRECISIONS["fp16"]
 NO_AUTOCAST = [row.name for row in PRECISIONS.values() if not row.is_16bit]
 
 
@@ -141,20 +134,13 @@ class Attention:
     name: str
     help: str = ""
     keeps_matrices: bool = False  # (T, T) weights are kept for the backward pass
-    only_16bit_on_cuda: bool = False
-    drops_out_on_cpu: bool = True
     since: tuple[int, int] = (0, 0)  # NVIDIA compute capability
 
 
 ATTENTION = Rows(
     "kinds of attention",
     Attention("eager", "Hugging Face's", keeps_matrices=True),
-    Attention(
-        "flash",
-        only_16bit_on_cuda=True,
-        drops_out_on_cpu=False,
-        since=(8, 0),
-    ),
+    Attention("flash", since=(8, 0)),
     Attention("auto", "what torch prefers"),
 )
 

@@ -1,30 +1,42 @@
-"""What an experiment is: the keys of a config, their units, and what cannot go together."""
+"""What an experiment is: the keys of a config, their units, what cannot go together, and what it
+is on a card.
+"""
 
 from __future__ import annotations
 
-import json
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
-from labutils.config.agreement import contradictions, impossible_on
+from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import (
     ACTIVATIONS,
     ATTENTION,
     CHECKPOINTING,
     COMPILE_MODES,
     MODELS,
+    NO_AUTOCAST,
     OPTIMIZER_IMPLEMENTATIONS,
     OPTIMIZERS,
     PRECISIONS,
     SCHEDULES,
     SIXTEEN_BIT,
     WEIGHTS,
+    WITH_BF16,
+    WITHOUT_BF16,
     Choice,
     Rows,
 )
 
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
+DISAGREE = "disagree"  # pydantic's type of a mistake: values that do not go together
+TYPES_ONLY = "types only"  # a context of `Config.model_validate`: values need not go together
+MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrOff = Annotated[int, Field(ge=0, le=10**9)]
@@ -42,11 +54,55 @@ class ConfigError(ValueError):
     """A config that cannot be used. `str(error)` has one line for each mistake."""
 
 
+def disagreements(values: Mapping[str, Any], device_type: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for values that are fine alone but not together.
+
+    A rule whose keys are not all there is left out. `device_type`, if it is given, adds what that
+    kind of device never has. The key is the last of its rule, in the order of `Config`.
+    """
+    value = values.get
+    model, dropout, precision = value("model"), value("dropout"), value("precision")
+    per_pass = value("seq_len", 0) * value("micro_batch_size", 0)
+    tokens, steps = value("tokens_per_step", 0), value("steps", math.inf)
+    if per_pass and tokens % per_pass:
+        text = f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}"
+        yield "tokens_per_step", f"{text}; the next one is {tokens - tokens % per_pass + per_pass}"
+    if value("lr_warmup_steps", 0) > steps:
+        yield "lr_warmup_steps", f"are more than the {steps} steps of the run; 0 is no warm-up"
+
+    in_backward = "optimizer_in_backward"
+    if value(in_backward):
+        if value("max_grad_norm"):
+            yield in_backward, "clipping needs all gradients at once; set max_grad_norm to 0"
+        if precision in MAY_SCALE_LOSS:
+            yield in_backward, "a loss scale needs all gradients at once; use precision: bf16, say"
+        if per_pass and tokens > per_pass:
+            text = "updates after each micro-batch; set tokens_per_step to"
+            yield in_backward, f"{text} {per_pass}, or micro_batch_size up"
+
+    if value("weights") == "pretrained":
+        if model and not MODELS[model].is_published:
+            yield "weights", f"{model} has no pretrained weights; use random, or model: gpt2"
+        if value("seq_len", 0) > 1024:
+            yield "seq_len", "pretrained GPT-2 knows 1024 positions; use weights: random"
+        if value("pad_vocab"):
+            yield (
+                "pad_vocab",
+                "pretrained weights have GPT-2's vocabulary of 50257; set it to false",
+            )
+
+    if value("attention") == "flash":
+        if device_type == "cpu" and dropout:
+            yield "attention", "a CPU has flash without dropout only; use auto, or dropout: 0.0"
+        if device_type == "cuda" and precision in NO_AUTOCAST:
+            yield "attention", f"flash exists in 16 bits only, not in {precision}; use auto"
+
+
 class Config(BaseModel):
     """One experiment, complete and immutable. Make one with `load_config`, which explains mistakes.
 
     `when_cpu` holds what is different where no CUDA GPU is used; `on(device_type)` applies it.
-    `overrides` remembers, for each value the caller set, what the file says.
+    `overrides` has the values that the caller set: they are in the other fields already.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -132,6 +188,17 @@ class Config(BaseModel):
     )
     overrides: dict[str, Any] = Field(default={}, exclude=True)
 
+    @field_validator("*")
+    @classmethod
+    def _agrees(cls, value: Any, info: ValidationInfo) -> Any:
+        """Compare a value with those above it. The context is TYPES_ONLY, a device type or None."""
+        if info.context != TYPES_ONLY:
+            pairs = disagreements(info.data | {info.field_name: value}, info.context)
+            texts = [text for key, text in pairs if key == info.field_name]
+            if texts:
+                raise PydanticCustomError(DISAGREE, "; ".join(texts))
+        return value
+
     @property
     def grad_accum_steps(self) -> int:
         """Micro-batches per optimizer step, derived from `tokens_per_step`."""
@@ -144,51 +211,124 @@ class Config(BaseModel):
         Raises ConfigError if the overridden values do not agree with the others on this device.
         """
         cpu = self.when_cpu if device_type == "cpu" else {}
-        kept = {key: value for key, value in cpu.items() if key not in self.overrides}
-        resolved = Config.model_validate(self.model_dump() | kept | {"when_cpu": {}})
-        problems = [*contradictions(resolved.__dict__), *impossible_on(device_type, resolved)]
-        if problems:
-            where = "on a CPU" if device_type == "cpu" else "with a GPU"
-            raise ConfigError(
-                "\n".join(f"{self.name}, {where}: `{key}`: {text}" for key, text in problems)
-            )
-        return resolved
+        config, mistakes = checked(self.model_dump() | cpu | {"when_cpu": {}}, device_type)
+        if mistakes:
+            raise ConfigError(f"{self.name} on {device_type}: {'; '.join(mistakes.values())}")
+        return config
 
     def changes(self, device_type: str) -> list[str]:
         """Return what does not come from the main part of the file: a line for each source."""
         cpu = self.when_cpu if device_type == "cpu" else {}
-        resolved = self.on(device_type)
-        from_cpu, from_caller = [], []
-        for key in KEYS:
-            value = getattr(resolved, key)
-            if key in self.overrides and key not in ("name", "note"):
-                instead_of = cpu.get(key, self.overrides[key])
-                from_caller.append(f"{key} {value} (instead of {instead_of})")
-            elif key in cpu and key not in self.overrides:
-                from_cpu.append(f"{key} {value}")
-        sources = {"on a CPU (when_cpu)": from_cpu, "override": from_caller}
-        return [f"{source}: {', '.join(texts)}" for source, texts in sources.items() if texts]
+        lines = []
+        for source, values in {"on a CPU (when_cpu)": cpu, "override": self.overrides}.items():
+            if values:
+                texts = [f"{key} {values[key]}" for key in KEYS[2:] if key in values]
+                lines.append(f"{source}: {', '.join(texts)}")
+        return lines
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a config file, for editors that complete and check keys as you
-    type.
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question that names the choice most like a word, or nothing."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
+
+
+def checked(
+    values: Mapping[str, Any], context: str | None = None
+) -> tuple[Config | None, dict[str, str]]:
+    """Return (the config of values, {}), or (None, {key: what is wrong}); "" is for missing keys.
+
+    The context may be "cpu" or "cuda", to judge what that lacks too, or TYPES_ONLY: values need not
+    go together.
     """
-    schema = Config.model_json_schema()
-    properties = schema["properties"]
-    del properties["overrides"]
-    properties["when_cpu"] = {
-        "type": "object",
-        "description": properties["when_cpu"]["description"],
-        "properties": {key: properties[key] for key in KEYS if key != "name"},
-        "additionalProperties": False,
-    }
-    return schema
+    try:
+        return Config.model_validate(values, context=context), {}
+    except ValidationError as error:
+        details = error.errors()
+    mistakes, missing = {}, []
+    for detail in details:
+        key, kind, hint = str(detail["loc"][0]), detail["type"], ""
+        text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+        if kind == "missing":
+            missing.append(f"`{key}`")
+            continue
+        if kind == "extra_forbidden":
+            mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
+            continue
+        field = Config.model_fields[key]
+        if kind == "string_pattern_mismatch":
+            text = f"expected {field.description}"
+        if kind == "literal_error":
+            hint = did_you_mean(str(detail["input"]), field.annotation.__args__)
+        if kind != DISAGREE:
+            text += f", got {repr(detail['input'])[:60]}.{hint}"
+        mistakes[key] = f"`{key}`: {text}"
+    if missing:
+        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
+    return None, mistakes
 
 
-def schema_text() -> str:
-    """Return the text of configs/schema.json."""
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+SLOW_STEPS_DIVISOR = 8  # a slow precision trains this many times fewer steps
+MIN_SLOW_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """A config as it runs on a card.
+
+    `config` has a value for every key, `when_cpu` applied; its `steps` are as planned. `steps` are
+    those that will be taken: fewer where the precision is slow, and `reason` says why. `changes`
+    says what does not come from the main part of the file: a line for each source.
+    """
+
+    config: Config
+    card: Card
+    steps: int
+    changes: list[str]
+    reason: str = ""
+
+
+def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
+    """Decide what a config leaves open: values for a CPU, the 16-bit precision, the steps.
+
+    Raises ConfigError if its values do not agree on this kind of device, and PrecisionUnsupported
+    if the card lacks what they ask for. What a card that is not here would emulate is allowed: it
+    can be predicted. A CPU is asked only `to_train`: its products are timed, and the bytes of a
+    step do not depend on them.
+    """
+    resolved, changes = config.on(card.device_type), config.changes(card.device_type)
+    precision = precision_on(resolved.precision, card)
+    resolved = resolved.model_copy(update={"precision": precision})
+    if card.gpu is None and not to_train:
+        return Run(resolved, card, resolved.steps, changes)
+    is_only_predicted = not to_train and not card.is_here
+    if is_only_predicted and PRECISIONS[precision].is_emulated:
+        support = card.support(precision)
+    else:
+        support = card.require(precision)
+    needed = ATTENTION[resolved.attention].since
+    if card.gpu and card.gpu.capability < needed:
+        kind = resolved.attention
+        message = f"{kind} attention cannot run {card.place}: it needs Ampere or later; use auto"
+        raise PrecisionUnsupported(message)
+    steps = fewer_steps(resolved.steps) if support.slow else resolved.steps
+    return Run(resolved, card, steps, changes, support.reason)
+
+
+def precision_on(precision: str, card: Card) -> str:
+    """Return the precision that a config's word means on a card: `16bit` is one of two."""
+    if precision != SIXTEEN_BIT.name:
+        return PRECISIONS[precision].name
+    return WITH_BF16.name if card.has_bf16 else WITHOUT_BF16.name
+
+
+def fewer_steps(steps: int) -> int:
+    """Return an eighth of the steps, but at least eight.
+
+    The batches stay as they are, so the losses can be compared one by one.
+    """
+    return min(steps, max(MIN_SLOW_STEPS, steps // SLOW_STEPS_DIVISOR))

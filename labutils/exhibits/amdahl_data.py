@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from labutils.config.cards import CARDS
+from labutils.config.card import CARDS
 from labutils.config.choices import PRECISIONS, SIXTEEN_BIT
 from labutils.config.reader import load_config
-from labutils.config.resolve import precision_on
+from labutils.config.schema import precision_on
 from labutils.memory.kinds import PRODUCT
 from labutils.prediction.time import PRODUCTS, predict_time
 

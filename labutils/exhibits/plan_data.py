@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from labutils.config.card import CONTEXT_GIB
-from labutils.config.cards import CARDS
+from labutils.config.card import CARDS, CONTEXT_GIB
 from labutils.config.choices import WITH_BF16
 from labutils.config.reader import load_config
 from labutils.config.schema import Config

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from labutils import machine
 from labutils.config.choices import PRECISIONS, Precision
 from labutils.config.reader import load_config
-from labutils.config.resolve import resolve
-from labutils.config.schema import Config
-from labutils.machine import here
+from labutils.config.schema import Config, resolve
 from labutils.memory.ledger import CAST_WEIGHTS
 from labutils.prediction.fusion import OPTIMIZER_PHASE
 from labutils.prediction.trace import (
@@ -110,7 +109,7 @@ def moments(config: Config) -> list[Moment]:
     The first moment is before the forward pass, the last one after the gradients are cleared. Each
     phase up to backward has a moment with its peak, which is that of `predict_memory`.
     """
-    config = resolve(config, here.card_of("cpu")).config
+    config = resolve(config, machine.card_of("cpu")).config
     row = PRECISIONS[config.precision]
     with fake_world(None) as (log, _):
         model = float32_model(config)

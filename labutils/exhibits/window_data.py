@@ -11,8 +11,7 @@ import numpy as np
 
 from labutils.config.card import CPU
 from labutils.config.reader import load_config
-from labutils.config.resolve import resolve
-from labutils.config.schema import Config
+from labutils.config.schema import Config, resolve
 from labutils.memory.ledger import (
     ACTIVATIONS,
     CAST_WEIGHTS,

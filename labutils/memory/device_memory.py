@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from labutils.machine.gpu import driver_memory
+from labutils.machine import driver_memory
 from labutils.memory.tensors import tensor_bytes
 
 # the profiler's start and stop messages are not for students

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from labutils.machine.here import cuda_seconds
+from labutils.machine import cuda_seconds
 
 
 def copy_gb_per_s(n_bytes: int, device: torch.device, repeats: int = 5) -> dict[str, float]:

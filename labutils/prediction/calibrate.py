@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labutils.config.card import Gpu, Speed
 from labutils.files import runs_dir, write_atomically
-from labutils.machine.here import cuda_seconds, device_name
+from labutils.machine import cuda_seconds, device_name
 from labutils.memory.kinds import (
     BATCHED,
     ELEMENTS,
@@ -254,7 +254,6 @@ def measure_gpu(device: torch.device) -> Speed:
         elements=1.0,
         rows=normed / copied,
         flash=_attention_shares(gpu, reached, device),
-        source="measured here",
     )
 
 

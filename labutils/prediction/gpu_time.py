@@ -1,6 +1,6 @@
 """How long a GPU computes one operation: the longer of its arithmetic and its bytes.
 
-What a card reaches was measured on single operations; `config.cards` names the sources. The
+What a card reaches was measured on single operations; `config/cards.csv` names the sources. The
 constants below are estimates from the sources named beside them. None was fitted to whole steps.
 But two facts were looked for because whole steps were slower than predicted, and then taken from
 measurements of single products: `layers` and `unaligned` of `config.card.Speed`.

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from labutils import machine
 from labutils.config.choices import OPTIMIZERS
-from labutils.machine import here
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
 from labutils.prediction.allocator import DEFAULT
@@ -111,7 +111,7 @@ def _few_layers(
     model = llama(shape, n_layer, precisions.weights_dtype(precision), frozen, checkpointing)
     ids = torch.zeros((micro_batch_size, seq_len), dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
-    card = here.card_of(device)
+    card = machine.card_of(device)
     trace = traced_module(model, batch, _own_loss, _maker(optimizer), precision, card)
     return replay.ledger(trace, 1, f"predicted for {card.name}", DEFAULT)
 

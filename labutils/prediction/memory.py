@@ -13,10 +13,9 @@ from functools import cached_property
 
 import torch
 
+from labutils import machine
 from labutils.config.card import CONTEXT_GIB, Card
-from labutils.config.resolve import resolve
-from labutils.config.schema import Config
-from labutils.machine import here
+from labutils.config.schema import Config, resolve
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
@@ -42,7 +41,7 @@ def predict_memory(
     Raises ConfigError if the config cannot run there, and PrecisionUnsupported if the device lacks
     what it asks for.
     """
-    run = resolve(config, here.card_of(device))
+    run = resolve(config, machine.card_of(device))
     return BatchSizes(run.config, run.card, keep_outputs).at(run.config.micro_batch_size).ledger
 
 
@@ -54,7 +53,7 @@ def needed_gib(ledger: MemoryLedger, device: str | torch.device | Card = "a100")
     """
     if ledger.needed_bytes is not None:
         return ledger.needed_bytes / 2**30
-    context = CONTEXT_GIB if here.card_of(device).gpu else 0
+    context = CONTEXT_GIB if machine.card_of(device).gpu else 0
     return ALLOWANCE * ledger.peak_bytes / 2**30 + context
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from labutils import machine
 from labutils.config.card import Card
-from labutils.machine import here
 from labutils.memory.ledger import MemoryLedger
 from labutils.prediction import replay
 from labutils.prediction.allocator import DEFAULT
@@ -36,7 +36,7 @@ def predict_module(
     lists of tensors where torch does so by default. The module is left alone.
     Raises ValueError for an unknown precision.
     """
-    card = here.card_of(device)
+    card = machine.card_of(device)
     trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
     if card.gpu is None:
         return replay.ledger(trace, 1, "predicted for cpu", None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from labutils import machine
 from labutils.config.card import CONTEXT_GIB
 from labutils.config.choices import MODELS
 from labutils.config.schema import Config
-from labutils.machine import here
 from labutils.memory.device_memory import free_memory
 from labutils.memory.errors import GIB, readable_size
 from labutils.prediction.arithmetic import n_parameters
@@ -24,11 +24,11 @@ def require_host_memory(config: Config) -> None:
     Linux would kill the whole process. (CUDA's allocator says no in time.) Where the plainest step
     has room, the ledger, which takes seconds, is not asked.
     """
-    if plainest_step_bytes(config) < here.free_bytes(CPU):
+    if plainest_step_bytes(config) < machine.free_bytes(CPU):
         return
     needed = needed_gib(predict_memory(config, CPU), CPU) * GIB
     free_memory()
-    free = here.free_bytes(CPU)
+    free = machine.free_bytes(CPU)
     if needed > free:
         asked = f"Tried to allocate {readable_size(needed)} (predicted, not tried)"
         raise torch.OutOfMemoryError(f"{asked}, of which {readable_size(free)} is free")
@@ -55,7 +55,7 @@ def suggest_changes(config: Config, device: torch.device) -> str:
 
     All is predicted. Where no single change is enough, the cheapest combination is named.
     """
-    card = here.card(device)
+    card = machine.card(device)
     context_gib = CONTEXT_GIB if card.gpu else 0
     limit_gib = config.memory_limit_gib if card.gpu else 0
     budget = min(card.memory_gib, limit_gib + context_gib) if limit_gib else card.memory_gib

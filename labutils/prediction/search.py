@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from labutils import machine
 from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import (
     ATTENTION,
@@ -23,9 +24,7 @@ from labutils.config.choices import (
     Precision,
 )
 from labutils.config.reader import config_of
-from labutils.config.resolve import resolve
-from labutils.config.schema import Config, ConfigError
-from labutils.machine import here
+from labutils.config.schema import Config, ConfigError, resolve
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.ledger import MIB, MemoryLedger
 from labutils.prediction.memory import BatchSizes, CpuPrediction, Prediction, predict_memory
@@ -170,7 +169,7 @@ def advise(run: Any, device: str | torch.device | Card = "a100") -> Advices:
     Raises what `predict_memory` raises, for the config as it is.
     """
     config = run if isinstance(run, Config) else config_of(run.config, run.name)
-    resolved = resolve(config, here.card_of(device))
+    resolved = resolve(config, machine.card_of(device))
     config, card = resolved.config, resolved.card
     now, ms = predict_memory(config, card), predict_time(config, card).step_ms
     tried: list[Advice] = []
@@ -234,7 +233,7 @@ def _smaller_batch(config: Config) -> list[Changes]:
 def _require_speed(changes: Changes, card: Card) -> None:
     """Raise PrecisionUnsupported for a precision that this CPU computes slowly."""
     if card.gpu is None and "precision" in changes:
-        answer = here.support(changes["precision"], torch.device("cpu"))
+        answer = machine.support(changes["precision"], torch.device("cpu"))
         if answer.slow:
             raise PrecisionUnsupported(f"slow: {answer.reason}")
 
@@ -313,7 +312,7 @@ def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "
     that needs least is returned; `Plan.fits` tells.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
-    run = resolve(config, here.card_of(device))
+    run = resolve(config, machine.card_of(device))
     plans = Plans(run.config, run.card)
     if plans.of({}).fits(budget_gib):
         return plans.of({})
@@ -341,7 +340,7 @@ def single_changes_that_fit(
 
     Empty if the config fits as it is, or if one change is not enough: see `fit`.
     """
-    run = resolve(config, here.card_of(device))
+    run = resolve(config, machine.card_of(device))
     config, card = run.config, run.card
     plans = Plans(config, card)
     if plans.of({}).fits(budget_gib):

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from labutils import machine
 from labutils.config.card import Card
 from labutils.config.choices import MODELS
 from labutils.config.reader import load_config
-from labutils.config.resolve import Run, resolve
-from labutils.config.schema import Config
-from labutils.machine import here
-from labutils.machine.gpu import choose_device
+from labutils.config.schema import Config, Run, resolve
+from labutils.machine import choose_device
 from labutils.prediction.memory import BatchSizes
 
 LONGEST = 32768  # tokens of a sequence that a config may name
@@ -46,7 +45,7 @@ def largest_micro_batch(
 
     0 if not even one does.
     """
-    run = resolve(config, here.card_of(device))
+    run = resolve(config, machine.card_of(device))
     alone = {"micro_batch_size": 1, "tokens_per_step": run.config.seq_len}
     step = run.config.model_copy(update=alone)
     # what is free changes, the traces do not
@@ -84,7 +83,7 @@ def shape_that_fits(config: Config, limit: int = 8) -> dict[str, int]:
     """
     if not torch.cuda.is_available():
         return {}
-    card = here.card_of(here.THIS)
+    card = machine.card_of(machine.THIS)
     size = max(1, largest_micro_batch(config, card.memory_gib, card, limit))
     return {"micro_batch_size": size, "tokens_per_step": size * config.seq_len}
 
@@ -96,7 +95,7 @@ def size_that_fits(config: Config, limit: int = 8) -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         return {}
-    card = here.card_of(here.THIS)
+    card = machine.card_of(machine.THIS)
     names = list(MODELS)  # from the smallest to the largest
     not_larger = names[: names.index(config.model) + 1]
     for model in reversed(not_larger):
@@ -115,7 +114,7 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     each other and with other machines.
     """
     configs = [load_config(name, **overrides) for name in names]
-    run = resolve(configs[0], here.card(choose_device()))
+    run = resolve(configs[0], machine.card(choose_device()))
     size = _size_for_equal_steps(run)
     if size == run.config.micro_batch_size:
         return configs

@@ -15,11 +15,10 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
+from labutils import machine
 from labutils.config.card import Card
 from labutils.config.choices import COMPILE_MODES, PRECISIONS
-from labutils.config.resolve import Run, resolve
-from labutils.config.schema import Config
-from labutils.machine import here
+from labutils.config.schema import Config, Run, resolve
 from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, ELEMENTS, FLASH, PRODUCT
 from labutils.memory.ledger import FROZEN, GRADIENTS
 from labutils.prediction.calibrate import rates_of
@@ -95,7 +94,7 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
     on steps that were not used to make it, nearly all too fast, 40 % at worst. The band holds
     these.
     """
-    return predict_run_time(resolve(config, here.card_of(device)))
+    return predict_run_time(resolve(config, machine.card_of(device)))
 
 
 def predict_run_time(run: Run) -> TimeLedger:
@@ -142,7 +141,7 @@ def predict_module_time(
 
     `n_tokens` of the batch are needed for `tokens_per_s` alone.
     """
-    card = with_speed(here.card_of(device))
+    card = with_speed(machine.card_of(device))
     trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
     clock = Clock(card, tf32=PRECISIONS[precision].tf32, is_compiled=False)
     clock.run(segments_of(trace, 1, 1), [])

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from labutils import machine
 from labutils.config.choices import PRECISIONS
-from labutils.machine import here
 from labutils.techniques.precision import products_dtype, tf32
 
 CANNOT_TELL = "cannot tell here"
@@ -218,7 +218,7 @@ def product_speeds(
     precision that the device lacks is left out.
     """
     n = n or (4096 if device.type == "cuda" else 256)
-    usable = [name for name in precisions if here.support(name, device).ok]
+    usable = [name for name in precisions if machine.support(name, device).ok]
     rates: dict[str, list[float]] = {name: [] for name in ("base", "again", *usable)}
     names, shuffled = list(rates), random.Random(0)
     for _ in range(rounds):
@@ -226,7 +226,7 @@ def product_speeds(
         for name in names:
             row = PRECISIONS[name if name in usable else "fp32"]
             with tf32(row.tf32):
-                rates[name].append(here.matmul_rate(products_dtype(row.name), device, n))
+                rates[name].append(machine.matmul_rate(products_dtype(row.name), device, n))
     equal_pair = (rates["base"], rates["again"])
     speeds = {}
     for name in usable:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import BaseModel, ValidationError
 
-from labutils.config.reader import did_you_mean
+from labutils.config.schema import did_you_mean
 from labutils.files import program, runs_dir, write_atomically
 from labutils.memory.ledger import FROZEN, MemoryLedger
 from labutils.training.train import Outcome, Series

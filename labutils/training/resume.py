@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from labutils.files import runs_dir, write_atomically
-from labutils.machine.threads import use_recorded_threads
+from labutils.machine import use_recorded_threads
 from labutils.memory.errors import is_out_of_memory
 
 ASKED = b"\nstops after this step; once more stops at once\n"

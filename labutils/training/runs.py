@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils.config.cards import CARDS
+from labutils import machine
+from labutils.config.card import CARDS
 from labutils.config.choices import COMPILE_MODES, PRECISIONS
-from labutils.config.resolve import Run, resolve
-from labutils.config.schema import Config, ConfigError
+from labutils.config.schema import Config, ConfigError, Run, resolve
 from labutils.files import code_version, commit, new_id, require_room
-from labutils.machine import here
-from labutils.machine.host import in_notebook
+from labutils.machine import in_notebook
 from labutils.memory.device_memory import (
     expandable_segments,
     free_memory,
@@ -61,7 +60,7 @@ def run_config(
     saver = Saver(config.name, config.save_every)
     if resume:
         saver.read()
-    run = resolve(config, here.card(device), to_train=True)
+    run = resolve(config, machine.card(device), to_train=True)
     run = replace(run, steps=accelerated.from_first(run.steps))
     require_equal_shares(run.config, resume)
     data = build_data(run.config)
@@ -164,7 +163,7 @@ def planned_record(config: Config, run: Run, device: torch.device, data: Data) -
 
 def _environment(config: Config, device: torch.device) -> dict[str, str]:
     """Return what a record says about the machine, and about how it was limited."""
-    facts = here.environment(device)
+    facts = machine.environment(device)
     if device.type == "cuda" and config.memory_limit_gib:
         limit = f"{config.memory_limit_gib:g} GiB"
         facts["memory limit"] = f"{limit}, emulated: of the allocator, without the context"
@@ -179,7 +178,7 @@ def _environment(config: Config, device: torch.device) -> dict[str, str]:
 
 def announce(config: Config, run: Run, device: torch.device) -> None:
     """Print each value that does not come from the main part of the file."""
-    for line in config.changes(device.type):
+    for line in run.changes:
         print(f"{config.name}: {line}")
     if config.memory_limit_gib and device.type != "cuda":
         print(f"{config.name}: memory_limit_gib is of CUDA's allocator: a CPU run ignores it")
@@ -358,12 +357,12 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
             tflops = peaks[row.kind]
             return tflops * 1e12, f"{tflops:g} TFLOP/s, datasheet, dense"
         with tf32(row.tf32):
-            rate = here.matmul_rate(products_dtype(precision), device, 4096)
+            rate = machine.matmul_rate(products_dtype(precision), device, 4096)
         return rate, f"{rate / 1e12:.3g} TFLOP/s, a 4096² product measured here"
-    rate, kind = here.matmul_rate(torch.float32, device, 512), "float32"
+    rate, kind = machine.matmul_rate(torch.float32, device, 512), "float32"
     # without fast hardware a product of 512² takes a second
-    if row.is_16bit and not here.support(precision, device).slow:
-        own = here.matmul_rate(products_dtype(precision), device, 512)
+    if row.is_16bit and not machine.support(precision, device).slow:
+        own = machine.matmul_rate(products_dtype(precision), device, 512)
         if own > rate:
             rate, kind = own, row.products
     how = f"one thread's rate × {torch.get_num_threads()}"

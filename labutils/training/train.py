@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from torch import nn
 from tqdm import tqdm
 
+from labutils import machine
 from labutils.config.choices import PRECISIONS
-from labutils.machine import here
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.ledger import FROZEN
 from labutils.techniques.loss import LossFn, count_targets
@@ -98,7 +98,7 @@ def train(
     if an `OptimizerInBackward` meets what needs all gradients at once.
     """
     device = next(model.parameters()).device
-    here.card(device).require(precision)
+    machine.card(device).require(precision)
     scaler = scaler or grad_scaler(precision, device)
     if isinstance(optimizer, OptimizerInBackward):
         _require_independent_gradients(grad_accum_steps, max_grad_norm, scaler)

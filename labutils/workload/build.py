@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
+from labutils import machine
 from labutils.config.choices import COMPILE_MODES
-from labutils.config.resolve import resolve
-from labutils.config.schema import Config
-from labutils.machine import here
+from labutils.config.schema import Config, resolve
 from labutils.techniques import compiling, optimizers, precision
 from labutils.techniques.loss import LossFn, lm_loss_sum
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
-from labutils.workload import data
-from labutils.workload.gpt2 import MODEL_KEYS, build_model, pretrained_tokenizer, vocab_size
-
-HELD_OUT_SEQUENCES = 16  # the same ones, whatever the batch
-
-
-@dataclass
-class Data:
-    """Text as batches. `batches` never ends; both kinds are dicts of tensors on the CPU."""
-
-    batches: Iterator[dict[str, torch.Tensor]]  # micro-batches to train on
-    held_out: list[dict[str, torch.Tensor]]  # micro-batches to evaluate on
-    corpus: data.Corpus
-    micro_batches_per_epoch: int
+from labutils.workload.data import Data, build_data
+from labutils.workload.gpt2 import MODEL_KEYS, build_model
 
 
 @dataclass
@@ -48,7 +34,7 @@ def build(config: Config, device: torch.device) -> Workload:
 
     Raises ConfigError, PrecisionUnsupported, DataError or WeightsUnavailable.
     """
-    run = resolve(config, here.card(device), to_train=True)
+    run = resolve(config, machine.card(device), to_train=True)
     return build_workload(run.config, device, build_data(run.config))
 
 
@@ -102,37 +88,3 @@ def build_loss(config: Config, device: torch.device, accumulates: bool) -> LossF
     if not COMPILE_MODES[config.compile].is_on:
         return loss_fn
     return compiling.CompiledLoss(loss_fn, config.compile, device, accumulates)
-
-
-def build_data(config: Config) -> Data:
-    """Return a resolved config's text as batches, with enough of it for its steps if there is."""
-    corpus = build_corpus(config)
-    blocks, held_out = corpus.split(config.seq_len)
-    order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
-    evaluation = []
-    for ids in held_out[order[:HELD_OUT_SEQUENCES]].split(config.micro_batch_size):
-        evaluation.append({"input_ids": ids, "labels": ids})
-    return Data(
-        batches=data.batches(blocks, config.micro_batch_size, config.seed),
-        held_out=evaluation,
-        corpus=corpus,
-        micro_batches_per_epoch=len(blocks) // config.micro_batch_size,
-    )
-
-
-def build_corpus(config: Config) -> data.Corpus:
-    """Return a config's text, with enough tokens for its steps if the source has them."""
-    is_pretrained = config.weights == "pretrained"
-    return data.load_corpus(
-        config.corpus,
-        vocab_size=vocab_size(config.model),
-        min_tokens=tokens_to_read(config),
-        tokenizer=pretrained_tokenizer(config.model) if is_pretrained else None,
-    )
-
-
-def tokens_to_read(config: Config) -> int:
-    """Return how many tokens of text hold a config's steps, beside those held out."""
-    trained = config.steps * config.tokens_per_step
-    with_held_out = trained * data.HELD_OUT_EVERY // (data.HELD_OUT_EVERY - 1)
-    return with_held_out + config.seq_len * data.HELD_OUT_EVERY

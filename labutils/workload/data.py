@@ -2,7 +2,7 @@
 
 The text is on every machine with Python: CPython's language reference (`pydoc_data.topics`), then
 the standard library's source, read only as far as a run needs. It differs between Python versions,
-so its hash is in every record.
+so its hash is in every record. GPT-2's own tokenizer and weights are fetched here too, if asked.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ import hashlib
 import itertools
 import os
 import sysconfig
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import Dataset
 
-from labutils.files import runs_dir, write_atomically
+from labutils.config.choices import MODELS
+from labutils.config.schema import Config
 from labutils.techniques.loss import IGNORED
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_EVERY = 10  # every tenth block of seq_len tokens is never trained on
+HELD_OUT_SEQUENCES = 16  # the same ones, whatever the batch
 
 
 class DataError(ValueError):
     """A text that cannot serve as corpus. The message says what to do."""
+
+
+class WeightsUnavailable(RuntimeError):
+    """Pretrained weights are neither cached nor reachable. The message names the ways out."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +58,71 @@ class Corpus:
         if n_blocks < HELD_OUT_EVERY:
             raise DataError(
                 f"the corpus has {len(self.ids)} tokens: too short for sequences of {seq_len}, "
-                "which need at least "
-                f"{HELD_OUT_EVERY * seq_len}. Use a longer text, a smaller seq_len, or `corpus: "
-                "stdlib`."
+                f"which need {HELD_OUT_EVERY * seq_len}. Use a longer text, a smaller seq_len, or "
+                "`corpus: stdlib`."
             )
-        blocks = torch.from_numpy(self.ids[: n_blocks * seq_len].astype(np.int64)).view(
-            n_blocks, seq_len
-        )
+        ids = torch.from_numpy(self.ids[: n_blocks * seq_len].astype(np.int64))
+        blocks = ids.view(n_blocks, seq_len)
         held_out = torch.arange(n_blocks) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
         return blocks[~held_out], blocks[held_out]
+
+
+@dataclass
+class Data:
+    """Text as batches. `batches` never ends; both kinds are dicts of tensors on the CPU."""
+
+    batches: Iterator[dict[str, torch.Tensor]]  # micro-batches to train on
+    held_out: list[dict[str, torch.Tensor]]  # micro-batches to evaluate on
+    corpus: Corpus
+    micro_batches_per_epoch: int
+
+
+def build_data(config: Config) -> Data:
+    """Return a resolved config's text as batches, with enough of it for its steps if there is."""
+    trained = config.steps * config.tokens_per_step
+    with_held_out = trained * HELD_OUT_EVERY // (HELD_OUT_EVERY - 1)
+    tokenizer = None
+    if config.weights == "pretrained":
+        tokenizer = Tokenizer.from_file(str(hub_folder(config.model) / "tokenizer.json"))
+    corpus = load_corpus(
+        config.corpus,
+        vocab_size=MODELS[config.model].vocabulary,
+        min_tokens=with_held_out + config.seq_len * HELD_OUT_EVERY,
+        tokenizer=tokenizer,
+    )
+    blocks, held_out = corpus.split(config.seq_len)
+    order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
+    evaluation = held_out[order[:HELD_OUT_SEQUENCES]].split(config.micro_batch_size)
+    return Data(
+        batches=batches(blocks, config.micro_batch_size, config.seed),
+        held_out=[{"input_ids": ids, "labels": ids} for ids in evaluation],
+        corpus=corpus,
+        micro_batches_per_epoch=len(blocks) // config.micro_batch_size,
+    )
+
+
+@cache
+def hub_folder(model: str) -> Path:
+    """Return the folder with GPT-2's own weights and tokenizer, from the model hub or its cache.
+
+    Raises WeightsUnavailable, within seconds, if they cannot be had.
+    """
+    from huggingface_hub import get_session, hf_hub_url, snapshot_download, try_to_load_from_cache
+
+    repository, largest = f"openai-community/{model}", "model.safetensors"
+    cached = try_to_load_from_cache(repository, largest)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    try:
+        get_session().head(hf_hub_url(repository, largest), timeout=4)  # else it tries for minutes
+        files = ["config.json", largest, "tokenizer.json"]
+        return Path(snapshot_download(repository, allow_patterns=files))
+    except Exception as error:  # of the network library's own kinds
+        raise WeightsUnavailable(
+            f"weights: pretrained needs {repository}, which is not in the local cache, and the "
+            f"model hub cannot be used ({error}). Ways out: `weights: random` (no download); run "
+            "once with a connection; or copy a filled cache and point HF_HOME at it."
+        ) from error
 
 
 def load_corpus(
@@ -71,9 +135,8 @@ def load_corpus(
     """Return the text named by `corpus` ("stdlib" or a path to UTF-8 text) as token ids.
 
     Without a `tokenizer`, a BPE of at most `vocab_size` entries is trained on the first document (a
-    short one yields fewer) and cached under `runs/cache`. "stdlib" is read document by document
-    until it has `min_tokens` tokens or ends. Raises DataError for a text that is missing, empty or
-    not UTF-8.
+    short one yields fewer), in under a second. "stdlib" is read document by document until it has
+    `min_tokens` tokens or ends. Raises DataError for a text that is missing or not UTF-8.
     """
     documents = _stdlib_documents() if corpus == "stdlib" else iter([_own_text(Path(corpus))])
     first = next(documents)
@@ -111,14 +174,14 @@ def batches(
     if len(blocks) < micro_batch_size:
         raise DataError(
             f"the corpus has {len(blocks)} training sequences, fewer than micro_batch_size = "
-            f"{micro_batch_size}. "
-            "Use a longer text, or a smaller micro_batch_size or seq_len."
+            f"{micro_batch_size}. Use a longer text, or a smaller micro_batch_size or seq_len."
         )
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(blocks), generator=generator)
-        for start in range(0, len(order) - micro_batch_size + 1, micro_batch_size):
-            ids = blocks[order[start : start + micro_batch_size]]
+        full = len(order) // micro_batch_size * micro_batch_size
+        for chosen in order[:full].split(micro_batch_size):
+            ids = blocks[chosen]
             yield {"input_ids": ids, "labels": ids}
 
 
@@ -137,34 +200,37 @@ def padded_window(
     ids = blocks[: len(lengths)]  # (B, T)
     positions = torch.arange(seq_len, device=blocks.device)
     mask = positions < torch.tensor(lengths, device=blocks.device)[:, None]
-    window = []
-    for start in range(0, len(lengths), micro_batch_size):
-        part = slice(start, start + micro_batch_size)
-        labels = ids[part].masked_fill(~mask[part], IGNORED)
-        batch = {"input_ids": ids[part], "attention_mask": mask[part].long(), "labels": labels}
-        window.append(batch)
-    return window
+    labels = ids.masked_fill(~mask, IGNORED)
+    names = "input_ids", "attention_mask", "labels"
+    parts = [tensor.split(micro_batch_size) for tensor in (ids, mask.long(), labels)]
+    return [dict(zip(names, batch, strict=True)) for batch in zip(*parts, strict=True)]
 
 
-def topic_texts() -> list[str]:
-    """Return the chapters of CPython's language reference as plain texts, in alphabetical order of
-    their topics.
+class SlowSource(Dataset):
+    """Rows of `blocks`, `(n, T)`; each takes `ms` more milliseconds to come. They are slept.
+
+    As from a disk or a network: to see what loading in advance does.
     """
-    try:
-        from pydoc_data.topics import topics
-    except (
-        ImportError
-    ):  # a Python packaged without its documentation: the library's source still serves
-        return []
-    return [topics[name] for name in sorted(topics)]
+
+    def __init__(self, blocks: torch.Tensor, ms: float) -> None:
+        self.blocks, self.ms = blocks, ms
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        time.sleep(self.ms / 1e3)
+        return {"input_ids": self.blocks[i], "labels": self.blocks[i]}
 
 
 def _stdlib_documents() -> Iterator[str]:
-    """Yield the language reference as one document, then each module of the standard library, in
-    sorted order.
+    """Yield the language reference as one document, its topics in alphabetical order, then each
+    module of the standard library, in sorted order.
     """
-    if texts := topic_texts():
-        yield "\n\n".join(texts)
+    with suppress(ImportError):  # a Python packaged without its documentation
+        from pydoc_data.topics import topics
+
+        yield "\n\n".join(topics[name] for name in sorted(topics))
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
     for path in sorted(root.rglob("*.py")):
@@ -176,30 +242,14 @@ def _stdlib_documents() -> Iterator[str]:
 
 def _own_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"corpus: no such file: {path}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"corpus: {path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise DataError(
-            f"corpus: cannot read {path}: {error.strerror}; name one text file"
-        ) from None
-    if not text.strip():
-        raise DataError(f"corpus: {path} is empty")
-    return text
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"corpus: {path} cannot be read ({error}); name one UTF-8 text file"
+        raise DataError(message) from None
 
 
 @lru_cache(maxsize=8)
 def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    key = hashlib.sha256(f"{vocab_size} {text}".encode()).hexdigest()[:16]
-    cached = runs_dir() / "cache" / f"bpe-{key}.json"
-    # without a cache each process trains it; a run will say what is wrong with runs/
-    with suppress(OSError):
-        if cached.exists():
-            return Tokenizer.from_str(cached.read_text(encoding="utf-8"))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -210,8 +260,6 @@ def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator([text], trainer)
-    with suppress(OSError):
-        write_atomically(cached, tokenizer.to_str().encode())
     return tokenizer
 
 

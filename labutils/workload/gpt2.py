@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 
 from labutils.config.choices import ACTIVATIONS, CHECKPOINTING, MODELS, WEIGHTS, Model
 from labutils.techniques import checkpointing
 from labutils.techniques.attention import use_attention
-
-
-class WeightsUnavailable(RuntimeError):
-    """Pretrained weights are neither cached nor reachable. The message names the ways out."""
-
-
-def vocab_size(model: str) -> int:
-    """Return the number of rows of the embedding of the named size."""
-    return MODELS[model].vocabulary
+from labutils.workload.data import hub_folder
 
 
 def build_model(
@@ -62,28 +49,16 @@ def build_model(
         "attn_pdrop": dropout,
         "use_cache": use_cache and not policy.is_on,  # a block computed again would write it twice
     }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a progress bar without ipywidgets, say
+        from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(seed)
     if WEIGHTS[weights].name == "pretrained":
-        built = _pretrained(row.name, switches)
+        folder = hub_folder(row.name)
+        built = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32, **switches)
     else:
-        built = _random(row, n_layer, seq_len, pad_vocab, switches)
-    if policy.is_on:
-        checkpointing.set_checkpointing(built, policy.name)
-    use_attention(built, attention)
-    return built.train()  # from_pretrained returns eval(), which switches dropout off silently
-
-
-# The keys of a config that `build_model` takes: a new switch of the model is one more argument.
-MODEL_KEYS = [key for key in inspect.signature(build_model).parameters if key != "n_layer"]
-
-
-def _random(
-    row: Model, n_layer: int | None, seq_len: int, pad_vocab: bool, switches: dict[str, Any]
-) -> nn.Module:
-    GPT2Config, GPT2LMHeadModel = _transformers()
-    padded = -(-row.vocabulary // 64) * 64
-    return GPT2LMHeadModel(
-        GPT2Config(
+        padded = -(-row.vocabulary // 64) * 64
+        shape = GPT2Config(
             n_layer=n_layer or row.n_layer,
             n_head=row.n_head,
             n_embd=row.width,
@@ -93,88 +68,15 @@ def _random(
             eos_token_id=0,
             **switches,
         )
-    )
+        built = GPT2LMHeadModel(shape)
+    if policy.is_on:
+        checkpointing.set_checkpointing(built, policy.name)
+    use_attention(built, attention)
+    return built.train()  # from_pretrained returns eval(), which switches dropout off silently
 
 
-def _transformers() -> tuple[type, type]:
-    """Return Hugging Face's GPT2Config and GPT2LMHeadModel, imported without the warnings meant for
-    others.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a progress bar without ipywidgets, say
-        from transformers import GPT2Config, GPT2LMHeadModel
-    return GPT2Config, GPT2LMHeadModel
-
-
-def _pretrained(model: str, shape: dict) -> nn.Module:
-    """Return the hub's weights, from the cache or, if the hub answers, over the network."""
-    offline = _require_hub_or_cache(model, "model.safetensors")
-    try:
-        return _transformers()[1].from_pretrained(
-            f"openai-community/{model}", local_files_only=offline, dtype=torch.float32, **shape
-        )
-    except OSError as error:
-        raise WeightsUnavailable(
-            f"weights: pretrained: {error}. Way out: weights: random"
-        ) from error
-
-
-def pretrained_tokenizer(model: str) -> Tokenizer:
-    """Return GPT-2's own tokenizer (50257 entries), from the cache or the hub.
-
-    Raises WeightsUnavailable.
-    """
-    from huggingface_hub import hf_hub_download
-
-    offline = _require_hub_or_cache(model, "tokenizer.json")
-    try:
-        path = hf_hub_download(
-            f"openai-community/{model}", "tokenizer.json", local_files_only=offline
-        )
-    except (OSError, ValueError) as error:  # the hub's errors are of both kinds
-        raise WeightsUnavailable(
-            f"weights: pretrained: {error}. Way out: weights: random"
-        ) from error
-    return Tokenizer.from_file(path)
-
-
-def _require_hub_or_cache(model: str, file: str) -> bool:
-    """Return True if cached, False if the hub offers the file within four seconds; else raise
-    WeightsUnavailable.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-
-    repository = f"openai-community/{model}"
-    if isinstance(try_to_load_from_cache(repository, file), str):
-        return True
-    # The time limit is a thread's: the client's own does not end a name look-up that hangs, nor its
-    # repeated attempts.
-    asked = Future()
-    threading.Thread(
-        target=_settle,
-        args=(asked, lambda: get_hf_file_metadata(hf_hub_url(repository, file), timeout=3)),
-        daemon=True,
-    ).start()
-    try:
-        asked.result(timeout=4)
-    except Exception as error:
-        raise WeightsUnavailable(
-            f"weights: pretrained needs {repository}, which is not in the local cache, and the "
-            "model hub cannot be "
-            f"used ({type(error).__name__}). Ways out: `weights: random` (the default, no "
-            "download); run once with a "
-            "connection, and the weights are cached; or copy a filled cache and point HF_HOME at "
-            "it."
-        ) from error
-    return False
-
-
-def _settle(future: Future, work: Callable[[], object]) -> None:
-    try:
-        future.set_result(work())
-    except Exception as error:
-        future.set_exception(error)
-
+# The keys of a config that `build_model` takes: a new switch of the model is one more argument.
+MODEL_KEYS = [key for key in inspect.signature(build_model).parameters if key != "n_layer"]
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -4,7 +4,8 @@ import pytest
 
 import labutils as lab
 from labutils.cli import main
-from labutils.config.cards import CARDS, load_card
+from labutils.config.card import CARDS
+from labutils.config.reader import load_card
 from labutils.config.schema import ConfigError
 from labutils.prediction.time import predict_time
 
@@ -20,21 +21,17 @@ float16_tflops: 40.6
 
 
 @pytest.fixture
-def file(tmp_path):
-    def write(*replacements):
-        text = TEXT
-        for before, after in replacements:
-            assert before in text
-            text = text.replace(before, after)
+def write(tmp_path):
+    def _write(before="", after=""):
         path = tmp_path / "card.yaml"
-        path.write_text(text)
+        path.write_text(TEXT.replace(before, after))
         return path
 
-    return write
+    return _write
 
 
-def test_a_card_is_read_and_has_a_wide_band(file):
-    card = load_card(file())
+def test_a_card_is_read_and_has_a_wide_band(write):
+    card = load_card(write())
     assert card.gpu.capability == (8, 6)
     assert not card.has_bf16  # the file gives no rate for it
     ledger = predict_time(lab.load_config("fp16"), card)
@@ -45,42 +42,29 @@ def test_a_card_is_read_and_has_a_wide_band(file):
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (
-            "448",
-            "-3",
-            r"card.yaml:5: `bandwidth_gb_s`: expected greater than or equal to 10, got '-3'",
-        ),
-        ("448", "fast", r"card.yaml:5: `bandwidth_gb_s`: expected a valid number, got 'fast'"),
-        ("46", "0", r"card.yaml:4: `multiprocessors`: expected greater than or equal to 1"),
-        ("20.3", "2e9", r"card.yaml:6: `float32_tflops`: expected less than or equal to 100000"),
-        ("memory_gib: 7.6\n", "", r"card.yaml: missing key `memory_gib`"),
-        ("float16_tflops", "float16_tflop", r"card.yaml:7: .*Did you mean `float16_tflops`"),
+        ("448", "-3", "card.yaml:5: `bandwidth_gb_s`: expected a number such as 8.9, got '-3'"),
+        ("8.6", "ampere", "card.yaml:3: `compute_capability`: expected a number such as 8.9"),
+        ("memory_gib: 7.6\n", "", "card.yaml: missing: `memory_gib`"),
+        ("float16_tflops", "float16_tflop", "unknown key `float16_tflop`. Did you mean `float16_"),
     ],
 )
-def test_each_mistake_is_said_with_its_line_and_the_range(file, before, after, expected):
-    with pytest.raises(ConfigError, match=expected):
-        load_card(file((before, after)))
+def test_a_mistake_is_reported_where_it_stands(write, before, after, expected):
+    with pytest.raises(ConfigError) as caught:
+        load_card(write(before, after))
+    assert expected in str(caught.value)
 
 
-def test_the_command_takes_a_card_or_a_device(file, capsys):
-    assert main(["predict", "fp16", "--card", str(file())]) == 0
+def test_the_command_takes_a_card_or_a_device(write, capsys):
+    assert main(["predict", "fp16", "--card", str(write())]) == 0
     assert "predicted for rtx3070" in capsys.readouterr().out
-    assert main(["predict", "fp16", "--card", str(file(("448", "-3")))]) == 1
-    assert "equal to 10, got" in capsys.readouterr().err
-    assert main(["predict", "fp16", "--device", "t4", "--card", str(file())]) == 2
+    assert main(["predict", "fp16", "--device", "t4", "--card", str(write())]) == 2
     assert "exclude each other" in capsys.readouterr().err
+    assert main(["predict", "fp16", "--card", str(write("448", "-3"))]) == 1
+    assert "a number such as" in capsys.readouterr().err
 
 
-WANTED = (
-    "t4 v100 p100 a30 a100 a100-40 l4 l40s rtx2000ada rtx3090 rtx4060 rtx4090 rtx5090 h100 "
-    "h100-pcie h200 b200"
-)
-
-
-@pytest.mark.parametrize("name", WANTED.split())
-def test_each_card_reaches_less_than_its_datasheet_says(name):
-    card = CARDS[name]
-    for kind in card.speed.tflops:
-        share = card.speed.product_rate(kind) / 1e12 / card.speed.tflops[kind]
+@pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
+def test_a_card_reaches_about_what_its_datasheet_says(card):
+    for kind, peak in card.speed.tflops.items():
+        share = card.speed.product_rate(kind) / 1e12 / peak
         assert 0.25 <= share <= 1.2  # boost clocks are above the datasheet's on consumer cards
-    assert card.speed.is_calibrated == bool(card.speed.reached)

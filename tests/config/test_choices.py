@@ -12,11 +12,10 @@ from labutils.config import choices
 from labutils.config.choices import Rows
 from labutils.techniques import checkpointing, compiling, optimizers
 from labutils.techniques.attention import use_attention
-from labutils.techniques.precision import autocast, grad_scaler, products_dtype
+from labutils.techniques.precision import products_dtype
 from tests.helpers import rate_of
 
 TABLES = [value for value in vars(choices).values() if isinstance(value, Rows)]
-CPU = torch.device("cpu")
 
 
 def optimizer(**changes):
@@ -32,10 +31,7 @@ def optimizer(**changes):
 
 # Everything that takes a name of a row, with a name that has none.
 ASKED = {
-    "precision": lambda: autocast("fp8", CPU),
-    "scaler": lambda: grad_scaler("fp8", CPU),
     "dtype": lambda: products_dtype("fp8"),
-    "support": lambda: lab.support("fp8", CPU),
     "training": lambda: lab.train(
         torch.nn.Linear(2, 2), [], lab.lm_loss_sum, optimizer(), steps=1, precision="fp8"
     ),

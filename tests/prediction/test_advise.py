@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 import labutils as lab
+from labutils import machine
 from labutils.cli import main
-from labutils.machine import here
 from labutils.prediction.search import advise
 from tests.helpers import REPO, slow
 
@@ -84,7 +84,7 @@ def test_several_together_save_more_than_each_and_leave_out_what_excludes_anothe
 
 
 def test_a_precision_that_is_slow_here_is_not_advised(monkeypatch):
-    monkeypatch.setattr(here, "cpu_slowdown", lambda dtype: 99.0)
+    monkeypatch.setattr(machine, "cpu_slowdown", lambda dtype: 99.0)
     small = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 32, "activation": "gelu_tanh"}
     found = advise(lab.load_config("fp32", **small, optimizer="sgd"), "cpu")
     assert not any(

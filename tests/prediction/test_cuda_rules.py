@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils.config.cards import CARDS
+from labutils.config.card import CARDS
 from labutils.prediction.cuda_rules import aten, borrowed, outputs_in_order
 
 HEADS, WIDTH = 12, 64

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 import labutils as lab
+from labutils import machine
 from labutils.config.card import CONTEXT_GIB
-from labutils.machine import here
-from labutils.machine.gpu import SMALLEST_GIB
+from labutils.machine import SMALLEST_GIB
 from labutils.prediction.memory import needed_gib, predict_memory
 from labutils.prediction.search import Plans, _checkpointing, _recipes, fit, named
 from labutils.prediction.sizes import largest_micro_batch
@@ -19,7 +19,7 @@ SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_pe
 
 def candidates(config: lab.Config, card_name: str) -> list[dict]:
     """All changes that `fit` may propose, in the order in which it asks for them."""
-    card = here.card_of(card_name)
+    card = machine.card_of(card_name)
     return [
         recipe | checkpointing | size
         for recipe in _recipes(config, card)
@@ -53,7 +53,7 @@ def test_what_is_proposed_fits_and_keeps_the_tokens_per_step(share):
     assert predict_memory(changed).phases == found.ledger.phases
     for key in found.changes:  # each is needed to fit, or to be as fast
         fewer = {other: value for other, value in found.changes.items() if other != key}
-        without = Plans(config.on("cuda"), here.card_of("a100")).of(fewer)
+        without = Plans(config.on("cuda"), machine.card_of("a100")).of(fewer)
         assert not without.fits(budget) or without.step_ms > found.step_ms, named(fewer)
 
 
@@ -80,7 +80,7 @@ def test_a_plan_tells_the_time_of_its_step_and_is_the_quicker_of_the_two_ways():
     changed = predict_time(config.model_copy(update=found.changes)).step_ms
     assert found.step_ms == pytest.approx(changed)
     assert found.time_cost == pytest.approx(changed / predict_time(config).step_ms - 1)
-    plans = Plans(config.on("cuda"), here.card_of("a100"))
+    plans = Plans(config.on("cuda"), machine.card_of("a100"))
     for checkpointing in _checkpointing(config):
         for recipe in _recipes(config, plans.card)[:2]:
             for plan in plans.first_that_fits(recipe | checkpointing, budget):
@@ -156,10 +156,10 @@ def test_where_memory_is_short_micro_batches_shrink_and_nothing_else(monkeypatch
         lab.load_config("bf16"),
     ]
     now = needed_gib(lab.predict_memory(plain[0], "cpu"), "cpu")
-    monkeypatch.setattr(here, "free_bytes", lambda _: 0.7 * now * 2**30)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 0.7 * now * 2**30)
     fp32, bf16 = (config.on("cpu") for config in lab.fitting("fp32", "bf16", steps=7))
     assert fp32.micro_batch_size == bf16.micro_batch_size == 2
     assert fp32.tokens_per_step == plain[0].on("cpu").tokens_per_step and fp32.steps == 7
     assert needed_gib(lab.predict_memory(fp32, "cpu"), "cpu") <= 0.7 * now
-    monkeypatch.setattr(here, "free_bytes", lambda _: 2**20)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 2**20)
     assert lab.fitting("fp32")[0].on("cpu").micro_batch_size == 1

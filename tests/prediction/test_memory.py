@@ -12,8 +12,7 @@ from torch import nn
 
 import labutils as lab
 from labutils.cli import main
-from labutils.config.card import PrecisionUnsupported
-from labutils.config.cards import CARDS
+from labutils.config.card import CARDS, PrecisionUnsupported
 from labutils.config.choices import CHECKPOINTING
 from labutils.config.schema import ConfigError
 from labutils.memory.ledger import (

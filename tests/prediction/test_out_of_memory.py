@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.machine import here, host
-from labutils.machine.host import free_host_bytes, usable_cpus
+from labutils import machine
+from labutils.machine import free_host_bytes, usable_cpus
 from labutils.memory import device_memory as memory
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.errors import is_out_of_memory, short_message
@@ -63,7 +63,7 @@ def test_only_errors_that_say_so_are_recognised():
 def test_ways_out_fit_what_is_free(monkeypatch):
     config = lab.load_config("fp32", micro_batch_size=8, tokens_per_step=1024)
     free = 0.7 * lab.needed_gib(lab.predict_memory(config, "cpu"), "cpu")
-    monkeypatch.setattr(here, "free_bytes", lambda _: free * GIB)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: free * GIB)
     answer = suggest_changes(config, CPU)
     options = answer.partition("Cheapest ways out (predicted): ")[2].split("; or ")
     assert answer.startswith(f"{1024 * free:.0f} MiB are free now.") and len(options) == 3
@@ -73,7 +73,7 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     ]
     assert all(one.fits(free) for one in wanted)
     assert not any("precision" in one.changes for one in wanted)  # 16 bits are slow on most CPUs
-    monkeypatch.setattr(here, "free_bytes", lambda _: 2**20)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 2**20)
     assert suggest_changes(config, CPU).startswith("No change fits 1 MiB free; the smallest needs ")
 
 
@@ -82,7 +82,7 @@ def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
 
     So something else was alive, or what ran was larger.
     """
-    monkeypatch.setattr(here, "free_bytes", lambda _: 4 * GIB)
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 4 * GIB)
     answer = suggest_changes(lab.load_config("fp32"), CPU)
     assert answer.startswith("Alone fp32 needs ") and "4.00 GiB are free now" in answer
     assert "fits" not in answer and "Delete what you no longer need" in answer
@@ -108,7 +108,7 @@ def test_expandable_segments_exist_on_linux_only(monkeypatch, system, release, h
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     """Where memory is overcommitted, nothing would say no: the process would be killed."""
     monkeypatch.setattr(
-        here, "free_host_bytes", lambda: 70 * 2**20
+        machine, "free_host_bytes", lambda: 70 * 2**20
     )  # enough, but for fragmentation
     monkeypatch.setattr(training_runs, "train", lambda *_, **__: pytest.fail("it trained"))
     record = lab.run_experiment(lab.load_config("fp32"), device=CPU, progress=False)
@@ -167,8 +167,8 @@ def control_groups(tmp_path, monkeypatch, membership: str, files: dict[str, str]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "membership").write_text(membership)
-    monkeypatch.setattr(host, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
 
 
 V2 = {
@@ -182,6 +182,7 @@ V2 = {
 }
 V1 = {
     "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+    "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
     "cpu,cpuacct/user/cpu.cfs_quota_us": "150000\n",
     "cpu,cpuacct/user/cpu.cfs_period_us": "100000\n",
     "memory/memory.limit_in_bytes": "9223372036854771712\n",
@@ -204,7 +205,7 @@ V1 = {
 )
 def test_limits_of_the_control_group_count(tmp_path, monkeypatch, membership, files, cpus):
     control_groups(tmp_path, monkeypatch, membership, files)
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     assert usable_cpus() == cpus
     if files:
         assert free_host_bytes() == GIB // 2 + GIB // 8
@@ -215,7 +216,7 @@ def test_limits_of_the_control_group_count(tmp_path, monkeypatch, membership, fi
 def test_threads_follow_affinity():
     code = "import labutils as lab, torch; torch.set_num_threads(8); lab.setup(); print(torch.get_num_threads())"
     only = "import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]}); "
-    if not hasattr(host.os, "sched_setaffinity"):
+    if not hasattr(machine.os, "sched_setaffinity"):
         pytest.skip("this system has no affinity")
     done = subprocess.run(
         [sys.executable, "-c", only + code], cwd=REPO, capture_output=True, text=True, check=True

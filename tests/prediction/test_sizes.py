@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.config.cards import CARDS
-from labutils.machine import here
+from labutils import machine
+from labutils.config.card import CARDS
 from labutils.prediction import sizes
 
 
@@ -18,7 +18,9 @@ def card_of(monkeypatch):
     def put(free_gib):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         card = replace(CARDS["rtx4060"], memory_gib=free_gib)
-        monkeypatch.setattr(here, "card_of", lambda device: card if device == here.THIS else device)
+        monkeypatch.setattr(
+            machine, "card_of", lambda device: card if device == machine.THIS else device
+        )
 
     return put
 

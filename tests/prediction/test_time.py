@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import labutils as lab
 from labutils.cli import main
-from labutils.config.cards import CARDS
+from labutils.config.card import CARDS
 from labutils.prediction import calibrate
 from labutils.prediction.calibrate import Measured
 from labutils.prediction.gpu_time import KERNEL_SECONDS, GpuTime

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from labutils.config.card import Card, Speed
-from labutils.config.cards import CARDS
+from labutils.config.card import CARDS, Card, Speed
 from labutils.prediction.published import config_of_row, published
 from labutils.prediction.time import TimeLedger, predict_time
 

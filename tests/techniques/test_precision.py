@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils import machine
 from labutils.config.card import Card, Gpu, PrecisionUnsupported
 from labutils.config.choices import PRECISIONS
-from labutils.config.resolve import fewer_steps, precision_on, resolve
-from labutils.machine import here
-from labutils.machine.here import matmul_rate
+from labutils.config.schema import fewer_steps, precision_on, resolve
+from labutils.machine import matmul_rate
 from labutils.techniques import precision
 from labutils.training.runs import datasheet_tflops, peak_rate
 from tests.helpers import CPU
@@ -53,20 +53,20 @@ def test_emulated_bf16_is_not_support(monkeypatch):
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr(here, "free_bytes", lambda device: 2**33)
-    answers = {p: here.support(p, torch.device("cuda")).ok for p in PRECISIONS}
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 2**33)
+    answers = {p: machine.support(p, torch.device("cuda")).ok for p in PRECISIONS}
     assert answers == {"fp32": True, "tf32": False, "fp16": True, "bf16": False, "pure_bf16": False}
 
 
 def test_tf32_is_refused_on_a_cpu_with_a_way_out():
     with pytest.raises(PrecisionUnsupported, match=r"tf32 cannot run here.*use fp32"):
-        here.card(CPU).require("tf32")
+        machine.card(CPU).require("tf32")
 
 
 def test_cpu_probe_answers_from_the_measured_ratio(monkeypatch):
     for ratio, slow in ((1.1, False), (80.0, True)):
-        monkeypatch.setattr(here, "cpu_slowdown", lambda dtype, ratio=ratio: ratio)
-        assert here.support("bf16", CPU).slow is slow
+        monkeypatch.setattr(machine, "cpu_slowdown", lambda dtype, ratio=ratio: ratio)
+        assert machine.support("bf16", CPU).slow is slow
 
 
 def test_slow_precision_runs_fewer_steps_never_more():
@@ -105,9 +105,9 @@ def test_autocast_gives_the_dtype_of_the_precision(name, dtype):
 ASKED = {
     "autocast": lambda name: precision.autocast(name, CPU),
     "grad_scaler": lambda name: precision.grad_scaler(name, CPU),
-    "support": lambda name: here.support(name, CPU),
+    "support": lambda name: machine.support(name, CPU),
     "support of a card": lambda name: gpu((8, 0)).support(name),
-    "require": lambda name: here.card(CPU).require(name),
+    "require": lambda name: machine.card(CPU).require(name),
     "peak_rate": lambda name: peak_rate(name, CPU),
 }
 
@@ -172,7 +172,7 @@ def test_probing_puts_the_number_of_threads_back(failing, monkeypatch):
     torch.set_num_threads(2)
     try:
         if failing:
-            monkeypatch.setattr(here, "_processor_seconds", broken)
+            monkeypatch.setattr(machine.time, "thread_time", broken)
         with pytest.raises(RuntimeError, match="inside") if failing else nullcontext():
             matmul_rate(torch.float32, CPU, 8)
         assert torch.get_num_threads() == 2
@@ -203,7 +203,8 @@ def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
     try:
         for dtype in (torch.float16, torch.bfloat16):
             ratios = [
-                here.cpu_slowdown.__wrapped__(str(dtype).removeprefix("torch.")) for _ in range(5)
+                machine.cpu_slowdown.__wrapped__(str(dtype).removeprefix("torch."))
+                for _ in range(5)
             ]
             assert max(ratios) < 3 * min(ratios), ratios
     finally:
@@ -212,9 +213,9 @@ def test_what_is_slow_does_not_depend_on_what_else_runs(busy_machine):
 
 def test_the_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
     rates = {torch.float32: 1e12, torch.bfloat16: 3e12, torch.float16: 5e11}
-    monkeypatch.setattr(here, "matmul_rate", lambda dtype, device, n: rates[dtype])
+    monkeypatch.setattr(machine, "matmul_rate", lambda dtype, device, n: rates[dtype])
     monkeypatch.setattr(
-        here, "cpu_slowdown", lambda name: rates[torch.float32] / rates[getattr(torch, name)]
+        machine, "cpu_slowdown", lambda name: rates[torch.float32] / rates[getattr(torch, name)]
     )
     found = {p: peak_rate.__wrapped__(p, CPU) for p in ("fp32", "fp16", "bf16", "pure_bf16")}
     assert {p: rate for p, (rate, _) in found.items()} == {
