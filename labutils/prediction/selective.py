@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from labutils.prediction.module import predict_module
+from labutils.prediction.memory import predict_module
 from labutils.prediction.time import predict_module_time
 
 
