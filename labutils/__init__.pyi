@@ -45,9 +45,6 @@ from .prediction.search import fitting as fitting
 from .prediction.search import largest_micro_batch as largest_micro_batch
 from .prediction.search import longest_sequence as longest_sequence
 from .prediction.search import size_that_fits as size_that_fits
-from .prediction.selective import WithPolicy as WithPolicy
-from .prediction.selective import half_of_squares as half_of_squares
-from .prediction.selective import policy_cost as policy_cost
 from .prediction.time import predict_module_time as predict_module_time
 from .prediction.time import predict_time as predict_time
 from .session import explain_in_notebooks as explain_in_notebooks
