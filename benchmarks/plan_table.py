@@ -114,11 +114,11 @@ def make(models: list[str]) -> None:
     if TABLE.exists():
         table |= json.loads(TABLE.read_text(encoding="utf-8"))
     parts = {"update": (STANDING, update_of), "phases": (SHAPE, phases_of)}
-    for part, (switches, predicted) in parts.items():
+    for part, (switches, compute) in parts.items():
         for setting in settings(switches):
             key = key_of(setting, switches)
             if key not in table[part] and setting["model"] in models:
-                table[part][key] = predicted(setting)
+                table[part][key] = compute(setting)
                 write(table)
                 print(part, key, flush=True)
 

@@ -143,16 +143,6 @@ class Plan:
 # ---- The table of changes
 
 
-def free_changes(config: Config, card: Card) -> Changes:
-    """Return those of FREE_CHANGES that would change a config, and that exist on the card."""
-    free = {key: value for key, value in FREE_CHANGES.items() if getattr(config, key) != value}
-    if card.gpu is None or (card.is_here and without_expandable_segments()):
-        free.pop("expandable_segments", None)
-    if ATTENTION[config.attention].keeps_matrices:
-        free["attention"] = "auto"
-    return free
-
-
 def smaller_batches(config: Config) -> list[int]:
     """Return the smaller micro-batches of a step of equally many tokens, largest first."""
     sequences = config.tokens_per_step // config.seq_len
@@ -160,31 +150,39 @@ def smaller_batches(config: Config) -> list[int]:
     return [size for size in sizes if sequences % size == 0]
 
 
-def costly_changes(config: Config, card: Card) -> dict[str, Changes]:
-    """Return the other changes worth a try, each one decision, by the key that it is about."""
-    changes: dict[str, Changes] = {}
+def table_of(config: Config, card: Card) -> dict[str, Changes]:
+    """Return the changes to a resolved config worth a try, each one decision, by the key that it is
+    about: first those that are free.
+    """
+    table: dict[str, Changes] = {}
+    for key, value in FREE_CHANGES.items():
+        if getattr(config, key) != value:
+            table[key] = {key: value}
+    if card.gpu is None or (card.is_here and without_expandable_segments()):
+        table.pop("expandable_segments", None)
+    if ATTENTION[config.attention].keeps_matrices:
+        table["attention"] = {"attention": "auto"}
     if not PRECISIONS[config.precision].is_16bit:
         faster = WITH_BF16 if card.has_bf16 else WITHOUT_BF16
-        changes["precision"] = {"precision": faster.name}
+        table["precision"] = {"precision": faster.name}
     smaller, half = smaller_batches(config), config.seq_len // 2
     if config.optimizer_in_backward:  # it cannot accumulate
         tokens = half * config.micro_batch_size
-        changes["micro_batch_size"] = {"tokens_per_step": tokens, "seq_len": half}
+        table["micro_batch_size"] = {"tokens_per_step": tokens, "seq_len": half}
     elif smaller:
-        changes["micro_batch_size"] = {"micro_batch_size": smaller[0]}
+        table["micro_batch_size"] = {"micro_batch_size": smaller[0]}
     if not CHECKPOINTING[config.gradient_checkpointing].is_on:
-        changes["gradient_checkpointing"] = {"gradient_checkpointing": EACH_BLOCK.name}
-    # a quarter of a micro-batch at most
-    chunk = min(CHUNK_TOKENS, max(2, config.micro_batch_size * config.seq_len // 4))
+        table["gradient_checkpointing"] = {"gradient_checkpointing": EACH_BLOCK.name}
     if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS:
-        changes["loss_chunk_tokens"] = {"loss_chunk_tokens": chunk}
+        quarter = config.micro_batch_size * config.seq_len // 4
+        table["loss_chunk_tokens"] = {"loss_chunk_tokens": min(CHUNK_TOKENS, max(2, quarter))}
     if OPTIMIZERS[config.optimizer].is_adamw and config.optimizer != SMALLEST_STATE.name:
-        changes["optimizer"] = {"optimizer": SMALLEST_STATE.name}
+        table["optimizer"] = {"optimizer": SMALLEST_STATE.name}
     if not config.optimizer_in_backward:
-        changes["optimizer_in_backward"] = {"optimizer_in_backward": True}
+        table["optimizer_in_backward"] = {"optimizer_in_backward": True}
         if config.max_grad_norm:
-            changes["optimizer_in_backward"]["max_grad_norm"] = 0.0
-    return changes
+            table["optimizer_in_backward"]["max_grad_norm"] = 0.0
+    return table
 
 
 # ---- Each change alone
@@ -231,11 +229,8 @@ def advise(run: Any, device: str | torch.device | Card = "a100") -> Advice:
     """
     config = run if isinstance(run, Config) else config_of(run.config, run.name)
     original = Plan(config, here.card_of(device))
-    free = free_changes(original.resolved, original.card)
-    single = [{key: value} for key, value in free.items()]
-    single += costly_changes(original.resolved, original.card).values()
     helpful, useless, impossible = [], [], {}
-    for changes in single:
+    for changes in table_of(original.resolved, original.card).values():
         plan = original.changed(changes)
         try:
             if plan.card.gpu is None and "precision" in changes:
@@ -277,23 +272,27 @@ def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "
     that needs least is returned; `Plan.fits` tells.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
-    return plans_that_fit(config, budget_gib, device)[0]
+    return next(plans_that_fit(config, budget_gib, device))
 
 
 def plans_that_fit(
     config: Config, budget_gib: float, device: str | torch.device | Card = "a100"
-) -> list[Plan]:
-    """Return plans between which `fit` chooses, quickest first: with checkpointed blocks and
+) -> Iterator[Plan]:
+    """Yield the plans between which `fit` chooses, quickest first: with checkpointed blocks and
     without. If nothing fits, the one that needs least.
     """
     original = Plan(config, here.card_of(device))
     if original.fits(budget_gib):
-        return [original]
+        yield original
+        return
     sizes = [{"micro_batch_size": size} for size in smaller_batches(original.resolved)]
-    costly = costly_changes(original.resolved, original.card)
+    table = table_of(original.resolved, original.card)
+    blocks = [{}]
+    if "gradient_checkpointing" in table:
+        blocks.append(table["gradient_checkpointing"])
     tried, fitting = [original], []
     for recipe in _recipes(original.resolved, original.card):
-        for checkpointing in ({}, costly.get("gradient_checkpointing", {})):
+        for checkpointing in blocks:
             for size in ({}, *sizes):
                 plan = original.changed(recipe | checkpointing | size)
                 with suppress(ConfigError):  # an optimizer in backward cannot accumulate
@@ -304,26 +303,30 @@ def plans_that_fit(
                         break
         if fitting:
             fitting.sort(key=lambda plan: plan.step_ms)
-            return [_without_superfluous(plan, budget_gib) for plan in fitting]
+            for plan in fitting:
+                yield _without_superfluous(plan, budget_gib)
+            return
     least = min(tried, key=lambda plan: plan.prediction.bytes_taken)
-    return [_without_superfluous(least, least.needed_gib)]
+    yield _without_superfluous(least, least.needed_gib)
 
 
 def _recipes(config: Config, card: Card) -> Iterator[Changes]:
     """Yield more and more changes: what is free, chunks, 16 bits; then those of the learning."""
-    costly = costly_changes(config, card)
-    recipe = free_changes(config, card) | costly.get("loss_chunk_tokens", {})
+    table = table_of(config, card)
+    recipe: Changes = {}
+    for key in (*FREE_CHANGES, "attention", "loss_chunk_tokens"):
+        recipe |= table.get(key, {})
     if card.gpu:  # few CPUs multiply 16-bit numbers fast
-        yield recipe | costly.get("precision", {})
+        yield recipe | table.get("precision", {})
     yield recipe
     if card.gpu and card.has_bf16:
         short = [row.name for row in PRECISIONS.values() if row.weights == "bfloat16"]
         recipe |= {"precision": short[0]}
         yield recipe
-    recipe |= costly.get("optimizer", {})
+    recipe |= table.get("optimizer", {})
     yield recipe
     if not config.max_grad_norm:
-        yield recipe | costly.get("optimizer_in_backward", {})
+        yield recipe | table.get("optimizer_in_backward", {})
 
 
 def _without_superfluous(plan: Plan, limit_gib: float) -> Plan:
@@ -453,7 +456,7 @@ def suggest_changes(config: Config, device: torch.device) -> str:
     if card.gpu and config.memory_limit_gib:
         budget = min(budget, config.memory_limit_gib + context_gib)
     try:
-        plans = plans_that_fit(config, budget, card)
+        plans = list(plans_that_fit(config, budget, card))
         is_enough = plans[0].fits(budget)
         needed = readable_size((plans[0].needed_gib - context_gib) * GIB)
     except Exception as error:  # a hint must not cost what it is a hint for
