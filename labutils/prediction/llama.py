@@ -99,7 +99,7 @@ def traced_ledger(
     card = here.card_of(device)
     loss_fn = lambda model, batch: model(**batch).loss  # noqa: E731
     trace = traced_module(model, batch, loss_fn, updates, precision, card)
-    return ledger_of(trace, 1, f"predicted for {card.name}", DEFAULT)
+    return ledger_of(trace, f"predicted for {card.name}", DEFAULT)
 
 
 def llama(

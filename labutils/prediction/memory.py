@@ -120,7 +120,7 @@ def prediction_of(
     for _, _, event in walk(trace, n_micro_batches):
         if event.storage:
             requests.append((event.storage, event.kind == BIRTH))
-    return Prediction(trace, requests, card, n_micro_batches, settings)
+    return Prediction(trace, requests, card, settings)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,6 @@ class Prediction:
     trace: Trace
     requests: list[Request]  # of three steps
     card: Card
-    n_micro_batches: int
     settings: Settings
 
     @cached_property
@@ -138,7 +137,7 @@ class Prediction:
         """The ledger of a step, without what the allocator takes for it."""
         settings = self.settings if self.card.gpu else None
         method = f"predicted for {self.card.name}"
-        return ledger_of(self.trace, min(self.n_micro_batches, 2), method, settings)
+        return ledger_of(self.trace, method, settings)
 
     @cached_property
     def ledger(self) -> MemoryLedger:
@@ -198,9 +197,9 @@ def allocator_settings(config: Config, card: Card) -> Settings:
 def segments_of(
     trace: Trace, n_micro_batches: int, at_most: int = REPEATED_MICRO_BATCHES
 ) -> list[Segment]:
-    """Return a step's segments in order, of `at_most` so many micro-batches.
+    """Return a step's segments in order, of `at_most` so many micro-batches, and of those traced.
 
-    Those beyond the ones that were traced are like the last.
+    Those beyond are like the last.
     """
     segments = trace.segments
     last = max(segment.micro_batch or 0 for segment in segments)
@@ -210,7 +209,7 @@ def segments_of(
     return segments[:end] + max(more, 0) * repeated + segments[end:]
 
 
-def walk(trace: Trace, n_micro_batches: int) -> Iterator[tuple[int, Segment, Event]]:
+def walk(trace: Trace, n_micro_batches: int = 1) -> Iterator[tuple[int, Segment, Event]]:
     """Yield (step, segment, event) of the first STEPS steps; the model is moved in step 0.
 
     Left out are births of what lasts in all steps but the first, and storages that are always
@@ -235,11 +234,10 @@ def walk(trace: Trace, n_micro_batches: int) -> Iterator[tuple[int, Segment, Eve
                 yield step, segment, event
 
 
-def ledger_of(
-    trace: Trace, n_micro_batches: int, method: str, settings: Settings | None
-) -> MemoryLedger:
+def ledger_of(trace: Trace, method: str, settings: Settings | None) -> MemoryLedger:
     """Return the bytes by category at each phase's peak in the last step, and its timeline.
 
+    Of the micro-batches those count that were traced: later ones are like the last.
     With the `settings` of a card's allocator a category counts requests, rounded up to 512 bytes;
     what blocks have beyond that is ROUNDING, and the sum is what `torch.cuda.memory_allocated`
     tells. None is a CPU.
@@ -250,7 +248,7 @@ def ledger_of(
     now = dict.fromkeys(categories, 0)
     parts: list[tuple[str, list[int], list[list[int]]]] = []  # phase, positions, bytes
     n_operations = 0
-    for step, segment, event in walk(trace, n_micro_batches):
+    for step, segment, event in walk(trace):
         storage = event.storage
         if storage and not storage.n_bytes:
             continue

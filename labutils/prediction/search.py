@@ -321,9 +321,9 @@ def _recipes(config: Config, card: Card) -> Iterator[Changes]:
     yield recipe
     if card.gpu and card.has_bf16:
         short = [row.name for row in PRECISIONS.values() if row.weights == "bfloat16"]
-        recipe |= {"precision": short[0]}
+        recipe = recipe | {"precision": short[0]}
         yield recipe
-    recipe |= table.get("optimizer", {})
+    recipe = recipe | table.get("optimizer", {})
     yield recipe
     if not config.max_grad_norm:
         yield recipe | table.get("optimizer_in_backward", {})

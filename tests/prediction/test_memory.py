@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import csv
 import json
-import resource
-import statistics
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -18,6 +16,7 @@ import transformers
 from torch import nn
 
 import labutils as lab
+from labutils.cli import main
 from labutils.config.card import CONTEXT_GIB, PrecisionUnsupported
 from labutils.config.cards import CARDS
 from labutils.config.choices import CHECKPOINTING
@@ -160,13 +159,6 @@ def test_cuda_rules_are_gone_afterwards():
         assert x.bfloat16().exp().dtype == torch.bfloat16
 
 
-def test_nothing_of_the_predicted_size_is_allocated():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ledger = predict_memory(lab.load_config("fp32", model="gpt2-xl", seq_len=1024), "h200")
-    assert ledger.peak_bytes > 30 * 2**30
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2 * 2**30
-
-
 def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum()
 
@@ -242,11 +234,8 @@ def test_emulated_bf16_has_no_fused_attention_and_what_a_device_lacks_is_refused
     emulated, fused = (predict_memory(lab.load_config(p, **shape), "t4") for p in ("bf16", "fp16"))
     matrices = 12 * 4 * 12 * 512 * 512 * 2
     assert emulated.peak_bytes > fused.peak_bytes + matrices
-    in_this_machine = replace(CARDS["t4"], is_here=True)
     with pytest.raises(PrecisionUnsupported, match="bf16 cannot run here"):
-        predict_memory(lab.load_config("bf16"), in_this_machine)
-    with pytest.raises(PrecisionUnsupported, match="tf32 cannot run on t4"):
-        predict_memory(lab.load_config("tf32"), "t4")
+        predict_memory(lab.load_config("bf16"), replace(CARDS["t4"], is_here=True))
     with pytest.raises(PrecisionUnsupported, match="Ampere"):
         predict_memory(lab.load_config("fp16", attention="flash"), "t4")
     with pytest.raises(ConfigError, match="without dropout"):
@@ -257,13 +246,12 @@ def test_emulated_bf16_has_no_fused_attention_and_what_a_device_lacks_is_refused
 # ---- Torch's CUDA allocator, as recorded
 
 CARD_OF = {"NVIDIA H200": "h200", "Tesla T4": "t4", "NVIDIA GeForce RTX 4060": "rtx4060"}
-# figure: nine of ten are so near
 NEAR = {
     "allocated": 0.005,
     "reserved": 0.02,
     "reserved_expandable": 0.02,
-    "smallest_cap": 0.03,
-    "smallest_cap_expandable": 0.03,
+    "smallest_cap": 0.02,
+    "smallest_cap_expandable": 0.04,
 }
 
 
@@ -286,19 +274,15 @@ def figures_of(row: dict[str, str]) -> dict[str, int]:
 
 
 def check(rows: list[dict[str, str]]) -> None:
-    """Nine of ten as NEAR says, none further off than 6 %. And never a false "fits": what is called
-    enough completes.
+    """Each figure is as near as NEAR says. And never a false "fits": what is called enough
+    completes.
     """
-    errors: dict[str, list[float]] = {name: [] for name in NEAR}
     for row in rows:
         figures = figures_of(row)
-        for name in NEAR:
-            errors[name].append(abs(figures[name] / int(row[f"{name}_bytes"]) - 1))
+        for name, most in NEAR.items():
+            assert figures[name] == pytest.approx(int(row[f"{name}_bytes"]), rel=most), (name, row)
         for name in ("smallest_cap", "smallest_cap_expandable"):
             assert memory.MARGIN * figures[name] >= int(row[f"{name}_bytes"]), row
-    for name, most in NEAR.items():
-        ninth = statistics.quantiles(errors[name], n=10)[-1]
-        assert ninth <= most and max(errors[name]) <= 0.06, name
 
 
 def test_predictions_agree_with_a_sample_of_the_table():
@@ -372,3 +356,19 @@ def test_on_the_gpu_here_the_environment_and_the_system_count(monkeypatch):
     assert allocator_settings(growing, CARDS["a100"]) == EXPANDABLE
     monkeypatch.setattr(memory, "without_expandable_segments", lambda: "not under WSL")
     assert allocator_settings(growing, card) == Settings(False, 64 * MIB)
+
+
+def test_predict_command(capsys):
+    nano = ["predict", "fp32", "--set=model=gpt2-nano", "--set=activation=gelu_tanh"]
+    assert main([*nano, "--gpu-memory-gib", "8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["peak_bytes"] == sum(answer["categories"].values())
+    assert answer["peak_bytes"] <= answer["reserved_bytes"] < answer["needed_bytes"]
+    assert answer["needed_expandable_bytes"] <= answer["needed_bytes"]
+    assert answer["fits"] and answer["needed_gib"] * 2**30 == answer["needed_bytes"]
+    assert main([*nano, "--gpu-memory-gib", "0.6"]) == 0
+    printed = capsys.readouterr().out
+    assert "does NOT fit 0.6 GiB" in printed and "both predicted" in printed
+    assert "gradient_checkpointing block: each block's forward pass twice" in printed
+    assert main([*nano, "--set", "memory_limit_gib=0.1"]) == 0
+    assert "0.6 GiB" in capsys.readouterr().out  # the limit leaves the context out
