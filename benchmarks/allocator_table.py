@@ -27,7 +27,7 @@ from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
-from labutils.prediction.replay import STEPS
+from labutils.prediction.memory import STEPS
 from labutils.techniques import precision
 from labutils.training.train import train
 from labutils.workload.build import build_loss, build_optimizer, float32_model

@@ -30,25 +30,24 @@ from labutils.exhibits.plan_data import (
 )
 from labutils.files import write_atomically
 from labutils.memory.ledger import MIB
-from labutils.prediction.memory import BatchSizes
-from labutils.prediction.replay import segments_of
+from labutils.prediction.memory import Prediction, predicted, segments_of
 from labutils.prediction.time import Clock
 from labutils.prediction.trace import Trace
 
 
-def sizes_of(setting: Setting) -> BatchSizes:
-    """Return the predictions of a setting on DEVICE, at any batch size."""
-    run = resolve(experiment(setting), machine.card_of(DEVICE))
-    return BatchSizes(run.config, run.card)
+def prediction_of(setting: Setting, batch: int) -> Prediction:
+    """Return the prediction of a setting on DEVICE."""
+    run = resolve(experiment(setting, batch), machine.card_of(DEVICE))
+    return predicted(run.config, run.card)
 
 
-def clock_of(trace: Trace, card_name: str, sizes: BatchSizes, *, update: bool) -> Clock | None:
+def clock_of(trace: Trace, card_name: str, setting: Setting, *, update: bool) -> Clock | None:
     """Return the clock of a card after the update, or after all before it; None if it cannot."""
     card = machine.card_of(card_name)
-    if not card.support(sizes.config.precision).ok:
+    if not card.support(experiment(setting).precision).ok:
         return None
     clock = Clock(card, tf32=False, is_compiled=False)
-    segments = segments_of(trace, 1, 1)
+    segments = segments_of(trace, 1)
     clock.run([part for part in segments if (part.phase == PHASES[-1]) == update], [])
     return clock
 
@@ -60,8 +59,8 @@ def phases_of(setting: Setting) -> dict[str, Any]:
     context, as a multiple of the peak. `ms` are those in which each card computes, for POINTS.
     `host` are those that the host takes to issue the work.
     """
-    sizes = sizes_of(setting)
-    ledgers = [sizes.at(batch).ledger for batch in POINTS]
+    predictions = [prediction_of(setting, batch) for batch in POINTS]
+    ledgers = [prediction.ledger for prediction in predictions]
     mib = {}
     for phase in PHASES[:-1]:
         rows = []
@@ -73,7 +72,7 @@ def phases_of(setting: Setting) -> dict[str, Any]:
     needed = (middle.needed_bytes - CONTEXT_GIB * 2**30) / middle.peak_bytes
     rows, host = [], 0.0
     for card in TIMED:
-        clocks = [clock_of(sizes.traces.at(n, 1), card, sizes, update=False) for n in POINTS]
+        clocks = [clock_of(p.trace, card, setting, update=False) for p in predictions]
         rows.append(None if None in clocks else [busy_ms(clock) for clock in clocks])
         host = max([host, *[clock.host for clock in clocks if clock]])
     return {"MiB": mib, "needed": round(needed, 3), "ms": rows, "host": round(1e3 * host)}
@@ -87,9 +86,10 @@ def busy_ms(clock: Clock) -> float:
 
 def update_of(setting: Setting) -> dict[str, Any]:
     """Return what depends on STANDING: MiB in the optimizer's phase, and milliseconds as above."""
-    sizes = sizes_of(setting | {"seq_len": 256, "gradient_checkpointing": "none"})
-    at_peak = sizes.at(1).ledger.phases["optimizer"]
-    clocks = [clock_of(sizes.traces.at(1, 1), card, sizes, update=True) for card in TIMED]
+    setting = setting | {"seq_len": 256, "gradient_checkpointing": "none"}
+    prediction = prediction_of(setting, 1)
+    at_peak = prediction.ledger.phases["optimizer"]
+    clocks = [clock_of(prediction.trace, card, setting, update=True) for card in TIMED]
     return {
         "MiB": [round(at_peak[name] / MIB) for name in (*FIXED, *VARYING)],
         "ms": [clock and busy_ms(clock) for clock in clocks],
@@ -114,11 +114,11 @@ def make(models: list[str]) -> None:
     if TABLE.exists():
         table |= json.loads(TABLE.read_text(encoding="utf-8"))
     parts = {"update": (STANDING, update_of), "phases": (SHAPE, phases_of)}
-    for part, (switches, predicted) in parts.items():
+    for part, (switches, compute) in parts.items():
         for setting in settings(switches):
             key = key_of(setting, switches)
             if key not in table[part] and setting["model"] in models:
-                table[part][key] = predicted(setting)
+                table[part][key] = compute(setting)
                 write(table)
                 print(part, key, flush=True)
 

@@ -18,7 +18,7 @@ from labutils.files import new_id
 from labutils.machine import choose_device, choose_threads, gpu_problem
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
-from labutils.prediction.out_of_memory import require_host_memory, suggest_changes
+from labutils.prediction.search import require_host_memory, suggest_changes
 from labutils.techniques import compiling
 from labutils.training.records import RunRecord
 from labutils.training.runs import run_config

@@ -16,7 +16,7 @@ from torch import nn
 import labutils as lab
 from labutils import machine
 from labutils.config.schema import resolve
-from labutils.prediction.memory import BatchSizes
+from labutils.prediction.memory import Prediction, predicted
 from labutils.techniques.schedule import learning_rate_at
 
 REPO = Path(__file__).resolve().parent.parent
@@ -119,10 +119,10 @@ def on(device: str, config: lab.Config) -> lab.Config:
     return resolve(config, machine.card_of(device)).config
 
 
-def sizes_on(device: str, config: lab.Config) -> BatchSizes:
-    """Predictions for a config on a card, at any micro-batch size."""
+def predicted_on(device: str, config: lab.Config) -> Prediction:
+    """What a config's run asks of a card."""
     card = machine.card_of(device)
-    return BatchSizes(resolve(config, card).config, card)
+    return predicted(resolve(config, card).config, card)
 
 
 def count_rows(batch: dict[str, torch.Tensor]) -> int:

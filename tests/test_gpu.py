@@ -19,12 +19,14 @@ from labutils.config.choices import CHECKPOINTING
 from labutils.files import runs_dir
 from labutils.machine import card_of
 from labutils.memory.tensors import tensor_bytes
-from labutils.prediction import calibrate, replay
+from labutils.prediction import calibrate
+from labutils.prediction.allocator import CachingAllocator, Settings
+from labutils.prediction.memory import replayed, smallest_limit
 from labutils.techniques import adapters, precision
 from labutils.training.records import RunRecord, load_record
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import REPO, sizes_on
+from tests.helpers import REPO, predicted_on
 
 pytestmark = pytest.mark.gpu
 card = pytest.mark.gpu_card  # with the reason beside it; never on a test of memory
@@ -214,10 +216,9 @@ def _sum_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).sum()
 
 
-@pytest.mark.parametrize("cap_mib", [0, 300])
 @pytest.mark.parametrize(
-    "conf",
-    ["", "expandable_segments:True", "max_split_size_mb:64", "garbage_collection_threshold:0.6"],
+    ("conf", "cap_mib"),
+    [("", 0), ("", 300), ("expandable_segments:True", 0), ("max_split_size_mb:64", 0)],
 )
 def test_the_allocators_rules_are_torchs(conf, cap_mib):
     """In a process of its own: some settings cannot be taken back."""
@@ -248,13 +249,13 @@ def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
         "fp32", **{"micro_batch_size": 1, "tokens_per_step": 1024} | changes
     ).on("cuda")
     config = config.model_copy(update={"expandable_segments": expandable})
-    found = sizes_on("this", config).at(1)
-    ours = found.with_expandable if expandable else found.with_default
+    requests = predicted_on("this", config).requests
+    ours = replayed(requests, CachingAllocator(settings=Settings(expandable)))
     trials = Trials(config)
     statistics = trials.run(expandable=expandable)
     assert ours.peak_allocated == pytest.approx(statistics["allocated_bytes.all.peak"], rel=0.005)
     assert ours.peak_reserved == pytest.approx(statistics["reserved_bytes.all.peak"], rel=0.02)
-    cap = replay.smallest_limit(found.requests, ours, as_cap=True)
+    cap = smallest_limit(requests, ours)
     assert trials.run(1.03 * cap, expandable)
     assert not trials.run(0.97 * cap, expandable)
 

@@ -22,8 +22,8 @@ from labutils.memory.ledger import (
     PARAMETERS,
     TEMPORARIES,
 )
-from labutils.prediction.replay import n_steps, walk
-from labutils.prediction.trace import BIRTH, DEATH, Traces
+from labutils.prediction.memory import STEPS, walk
+from labutils.prediction.trace import BIRTH, DEATH, trace_config
 
 SEQ_LEN = 64  # as in section 3 of notebook 02
 LARGEST = 128  # sequences: up to here no moment is missed that could be a phase's peak
@@ -70,15 +70,14 @@ def film() -> list[dict[str, object]]:
 def _alive(m: int) -> dict[Part, np.ndarray]:
     """Return {part: bytes (events, groups)} of the last step of 2 × m, as the ledger counts."""
     config = resolve(window_config(2, m), CPU).config
-    trace = Traces(config, None).at(m, 2)
-    last = n_steps(trace) - 1
+    trace = trace_config(config, None)
     now = dict.fromkeys((category for group in GROUPS.values() for category in group), 0)
     found: dict[Part, list[list[int]]] = {}
     for step, segment, event in walk(trace, 2):
         if event.kind in (BIRTH, DEATH):
             sign = 1 if event.kind == BIRTH else -1
             now[event.storage.category] += sign * event.storage.n_bytes
-        if step == last:
+        if step == STEPS - 1:
             row = [sum(now[category] for category in group) for group in GROUPS.values()]
             found.setdefault((segment.phase, segment.micro_batch), []).append(row)
     return {part: np.array(rows) for part, rows in found.items()}

@@ -4,14 +4,15 @@ have for them.
 `CachingAllocator` asks an imagined driver for *segments*, cuts *blocks* out of them, and keeps
 freed blocks for later requests, as c10/cuda/CUDACachingAllocator.cpp does (torch 2.13; each rule
 names its function there). Bytes depend on the order of requests alone, so nothing has to be
-computed and no GPU is needed. One stream, no CUDA graphs.
+computed and no GPU is needed. One stream, no CUDA graphs, no garbage collection.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from labutils.memory.ledger import MIB
@@ -26,11 +27,7 @@ ADDRESSES = LARGE_SEGMENT * 2**24  # that an expandable segment can grow into: t
 
 
 class OutOfMemory(Exception):
-    """The driver has no more. `asked` bytes were requested; the segment for them has `segment`."""
-
-    def __init__(self, asked: int, segment: int) -> None:
-        super().__init__(f"asked for {asked} bytes, in a segment of {segment}")
-        self.asked, self.segment = asked, segment
+    """The driver has no more."""
 
 
 class Settings(NamedTuple):
@@ -38,7 +35,6 @@ class Settings(NamedTuple):
 
     expandable_segments: bool = False
     max_split_size_bytes: float = math.inf
-    garbage_collection_threshold: float = 0.0  # of the cap; 0 is off
 
     @classmethod
     def parse(cls, text: str) -> Settings:
@@ -49,7 +45,6 @@ class Settings(NamedTuple):
         return cls(
             given.get("expandable_segments", "False").strip() == "True",
             float(given.get("max_split_size_mb", math.inf)) * MIB,
-            float(given.get("garbage_collection_threshold", 0)),
         )
 
 
@@ -67,28 +62,72 @@ class Block:
     mapped: bool = True  # of an expandable segment: is there memory behind these addresses?
     previous: Block | None = None
     next: Block | None = None
-    born: int = 0  # the pool's clock when this block was cached; only garbage collection asks
+
+    def split(self, size: int) -> Block:
+        """Keep `size` bytes and return the rest as a block of its own."""
+        rest = Block(self.address + size, self.size - size, self.pool, mapped=self.mapped)
+        rest.previous, rest.next = self, self.next
+        if self.next:
+            self.next.previous = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def merge(self, neighbour: Block) -> None:
+        """Take in a neighbour. (try_merge_blocks)"""
+        if neighbour is self.previous:
+            self.address, self.previous = neighbour.address, neighbour.previous
+            if self.previous:
+                self.previous.next = self
+        else:
+            self.next = neighbour.next
+            if self.next:
+                self.next.previous = self
+        self.size += neighbour.size
+
+    @property
+    def could_grow_to(self) -> int:
+        """Its bytes, with those of the unmapped block behind it."""
+        return self.size + (self.next.size if self.next and not self.next.mapped else 0)
 
 
+@dataclass
 class Pool:
-    """The free blocks of one kind, smallest first, of equal ones the lowest address first."""
+    """The blocks of one kind that are not used.
 
-    def __init__(self, segment_bytes: int) -> None:
-        self.segment_bytes = segment_bytes
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []  # of expandable segments, lowest address first
-        self.clock = 0
+    `free` are the mapped ones, smallest first, of equal ones the lowest address first; `unmapped`
+    those without memory behind them, lowest address first.
+    """
+
+    segment_bytes: int
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)
+
+    def _place(self, block: Block) -> tuple[list, tuple]:
+        if block.mapped:
+            return self.free, (block.size, block.address, block)
+        return self.unmapped, (block.address, block)
 
     def insert(self, block: Block) -> None:
-        bisect.insort(self.free, (block.size, block.address, block))
+        """Keep a block, merged with unused neighbours of its kind. (free_block)"""
+        for neighbour in (block.previous, block.next):
+            if neighbour and not neighbour.used and neighbour.mapped == block.mapped:
+                self.remove(neighbour)
+                block.merge(neighbour)
+        bisect.insort(*self._place(block))
 
     def remove(self, block: Block) -> None:
-        del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
+        blocks, entry = self._place(block)
+        del blocks[bisect.bisect_left(blocks, entry)]
+
+
+def up(n_bytes: int, unit: int) -> int:
+    """Return bytes rounded up to whole units."""
+    return -(-n_bytes // unit) * unit
 
 
 def rounded(n_bytes: int) -> int:
     """Return the size of the block that a request is for. (round_size)"""
-    return max(SMALLEST_BLOCK, -(-n_bytes // SMALLEST_BLOCK) * SMALLEST_BLOCK)
+    return max(SMALLEST_BLOCK, up(n_bytes, SMALLEST_BLOCK))
 
 
 def segment_bytes(size: int) -> int:
@@ -98,58 +137,17 @@ def segment_bytes(size: int) -> int:
     """
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
-    if size < LARGE_REQUEST:
-        return LARGE_SEGMENT
-    return -(-size // ROUND_LARGE) * ROUND_LARGE
-
-
-def merge(block: Block, neighbour: Block) -> None:
-    """Add a neighbour to a block. (trymerge_blocks)"""
-    if neighbour is block.previous:
-        block.address = neighbour.address
-        block.previous = neighbour.previous
-        if block.previous:
-            block.previous.next = block
-    else:
-        block.next = neighbour.next
-        if block.next:
-            block.next.previous = block
-    block.size += neighbour.size
-
-
-def could_grow_to(block: Block) -> int:
-    return block.size + (block.next.size if block.next and not block.next.mapped else 0)
-
-
-def with_room(unmapped: Block, size: int) -> Block | None:
-    """Return where `size` free or unmapped bytes follow each other, at or before `unmapped`.
-
-    (find_expandable_block)
-    """
-    first = unmapped
-    if unmapped.previous and not unmapped.previous.used:
-        first = unmapped.previous
-    room, block = 0, first
-    while block and not block.used and room < size:
-        room += block.size
-        block = block.next
-    return first if room >= size else None
+    return LARGE_SEGMENT if size < LARGE_REQUEST else up(size, ROUND_LARGE)
 
 
 class CachingAllocator:
     """Meets requests. `allocated`, `reserved` and their peaks are bytes.
 
-    `limit_bytes` is what the driver can give; `cap_bytes` is
-    `torch.cuda.set_per_process_memory_fraction`'s.
+    `limit_bytes` is what the driver can give.
     """
 
-    def __init__(
-        self,
-        limit_bytes: float = math.inf,
-        settings: Settings = DEFAULT,
-        cap_bytes: float = math.inf,
-    ) -> None:
-        self.limit_bytes, self.settings, self.cap_bytes = limit_bytes, settings, cap_bytes
+    def __init__(self, limit_bytes: float = math.inf, settings: Settings = DEFAULT) -> None:
+        self.limit_bytes, self.settings = limit_bytes, settings
         self.small, self.large = Pool(SMALL_SEGMENT), Pool(LARGE_SEGMENT)
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.n_retries = 0  # how often all cached segments went back before a request could be met
@@ -163,38 +161,37 @@ class CachingAllocator:
         """
         size = rounded(n_bytes)
         pool = self.small if size <= SMALL_REQUEST else self.large
-        block = self._find(pool, size) or self._ask_driver(pool, size)
-        if self._should_split(block, size):
-            self._split(block, size)
+        block = self._find(pool, size) or self._new_block(pool, size)
+        if not block:
+            self.n_retries += 1
+            self.empty_cache()
+            block = self._new_block(pool, size)
+        if not block:
+            raise OutOfMemory(f"asked for {size} bytes, in a segment of {segment_bytes(size)}")
         block.used = True
+        if self._should_split(block, size):
+            pool.insert(block.split(size))
         self._used.add(block)
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
-        """Keep a block for later, merged with free neighbours; nothing goes back to the driver.
-
-        (free_block)
-        """
+        """Keep a block for later; nothing goes back to the driver. (free_block)"""
         self.allocated -= block.size
         block.used = False
         self._used.remove(block)
-        for neighbour in (block.previous, block.next):
-            if neighbour and not neighbour.used and neighbour.mapped:
-                block.pool.remove(neighbour)
-                merge(block, neighbour)
-        block.born = block.pool.clock
         block.pool.insert(block)
 
     def empty_cache(self) -> None:
-        """Give segments in which nothing is used back to the driver. (release_cached_blocks)"""
+        """Give memory in which nothing is used back to the driver. (release_cached_blocks)"""
         for pool in (self.small, self.large):
             for _, _, block in list(pool.free):
                 if self.settings.expandable_segments:
                     self._unmap(block)
                 elif not block.previous and not block.next:
-                    self._release(block)
+                    pool.remove(block)
+                    self.reserved -= block.size
 
     def segments(self) -> list[list[tuple[int, bool]]]:
         """Return the mapped blocks of each segment by address: (bytes, whether it is in use)."""
@@ -211,53 +208,43 @@ class CachingAllocator:
 
         (get_free_block)
         """
-        pool.clock += 1
-        at = bisect.bisect_left(pool.free, (size, -1))
+        at = bisect.bisect_left(pool.free, (size,))
         if at == len(pool.free):
             return None
-        if self.settings.expandable_segments:  # of those that can grow, the one that can grow least
-            while at + 1 < len(pool.free) and could_grow_to(pool.free[at + 1][2]) < could_grow_to(
-                pool.free[at][2]
-            ):
-                at += 1
         block = pool.free[at][2]
+        if self.settings.expandable_segments:  # of those that can grow, the one that can grow least
+            for _, _, larger in islice(pool.free, at + 1, None):
+                if larger.could_grow_to >= block.could_grow_to:
+                    break
+                block = larger
         # longer blocks are never split, so small requests avoid them
         longest = self.settings.max_split_size_bytes
-        if (size < longest <= block.size) or (
-            size >= longest and block.size >= size + LARGE_SEGMENT
-        ):
+        at_most = longest - 1 if size < longest else size + LARGE_SEGMENT - 1
+        if block.size > at_most:
             return None
-        del pool.free[at]
+        pool.remove(block)
         return block
 
-    def _ask_driver(self, pool: Pool, size: int) -> Block:
-        """Return a new block; where the driver has no more, first give back what is cached.
+    def _should_split(self, block: Block, size: int) -> bool:
+        """Whether what remains of a block is worth keeping apart. (should_split)"""
+        remaining = block.size - size
+        if block.pool is self.small or self.settings.expandable_segments:
+            return remaining >= SMALLEST_BLOCK
+        return remaining > SMALL_REQUEST and size < self.settings.max_split_size_bytes
 
-        (malloc, alloc_block)
+    def _new_block(self, pool: Pool, size: int) -> Block | None:
+        """Return a block with new memory behind it; None if the driver has no more.
+
+        (alloc_block)
         """
-        self._collect_garbage()
-        segment = segment_bytes(size)
-        block = self._new_block(pool, size, segment)
-        if not block and self._release_oversize(pool, size):
-            block = self._new_block(pool, size, segment)
-        if not block:
-            self.n_retries += 1
-            self.empty_cache()
-            block = self._new_block(pool, size, segment)
-        if not block:
-            raise OutOfMemory(size, segment)
-        return block
-
-    def _new_block(self, pool: Pool, size: int, segment: int) -> Block | None:
-        # asked once: a segment that grows may exceed the cap by a piece
-        if self.reserved + segment > self.cap_bytes:
-            return None
         if self.settings.expandable_segments:
             return self._grow(pool, size)
-        if not self._reserve(segment):
-            return None
-        block = Block(self._next_address, segment, pool)
-        self._next_address += segment
+        segment = segment_bytes(size)
+        return self._at_new_addresses(pool, segment) if self._reserve(segment) else None
+
+    def _at_new_addresses(self, pool: Pool, size: int, mapped: bool = True) -> Block:
+        block = Block(self._next_address, size, pool, mapped=mapped)
+        self._next_address += size
         return block
 
     def _reserve(self, n_bytes: int) -> bool:
@@ -267,75 +254,16 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
-    def _should_split(self, block: Block, size: int) -> bool:
-        """Whether what remains of a block is worth keeping apart. (should_split)"""
-        remaining = block.size - size
-        if block.pool is self.small or self.settings.expandable_segments:
-            return remaining >= SMALLEST_BLOCK
-        return remaining > SMALL_REQUEST and size < self.settings.max_split_size_bytes
-
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(
-            block.address + size, block.size - size, block.pool, previous=block, next=block.next
-        )
-        rest.born = block.pool.clock
-        if block.next:
-            block.next.previous = rest
-        block.next, block.size = rest, size
-        block.pool.insert(rest)
-
-    def _release(self, block: Block) -> None:
-        block.pool.remove(block)
-        self.reserved -= block.size
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back a block beyond `max_split_size`, or as many as it takes.
-
-        (release_available_cached_blocks)
-        """
-        longest, found = self.settings.max_split_size_bytes, 0
-        if longest == math.inf:
-            return False
-        size = max(size, longest)
-        at = bisect.bisect_left(pool.free, (size, -1))
-        if at < len(pool.free):
-            self._release(pool.free[at][2])
-            return True
-        for length, _, block in reversed(pool.free[:]):  # none is large enough: the largest first
-            if found >= size or length < longest:
-                break
-            self._release(block)
-            found += length
-        return found >= size
-
-    def _collect_garbage(self) -> None:
-        """Give back unsplit large blocks, those unused longest first.
-
-        (garbage_collect_cached_blocks)
-        """
-        if not self.settings.garbage_collection_threshold or self.cap_bytes == math.inf:
-            return
-        threshold = self.settings.garbage_collection_threshold * self.cap_bytes
-        goal = threshold - self.reserved
-        whole = [block for _, _, block in self.large.free if not block.previous and not block.next]
-        while goal < 0 and whole:
-            ages = {block.address: self.large.clock - block.born for block in whole}
-            mean = sum(ages.values()) / len(ages)
-            for block in [block for block in whole if ages[block.address] >= mean]:
-                self._release(block)
-                whole.remove(block)
-                goal += block.size
-
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Put memory behind more addresses of the expandable segment.
 
         (try_allocate_expandable_block)
         """
-        block = next((found for _, u in pool.unmapped if (found := with_room(u, size))), None)
+        starts = (with_room(unmapped, size) for _, unmapped in pool.unmapped)
+        block = next(filter(None, starts), None)
         if not block:
-            block = Block(self._next_address, ADDRESSES, pool, mapped=False)
-            self._next_address += ADDRESSES
-            bisect.insort(pool.unmapped, (block.address, block))
+            block = self._at_new_addresses(pool, ADDRESSES, mapped=False)
+            pool.insert(block)
         if not block.mapped:
             block = self._map(block, size)
         while block and block.size < size:
@@ -345,66 +273,47 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:
-        """Map the beginning of an unmapped block, in whole pieces, and merge it with free
-        neighbours. (map_block)
-        """
+        """Put memory behind the beginning of an unmapped block, in whole pieces. (map_block)"""
         pool = block.pool
-        size = min(block.size, -(-size // pool.segment_bytes) * pool.segment_bytes)
+        size = min(block.size, up(size, pool.segment_bytes))
         if not self._reserve(size):
             return None
-        pool.unmapped.remove((block.address, block))
-        if block.size > size:
-            self._split_unmapped(block, size)
+        pool.remove(block)
+        rest = block.split(size) if block.size > size else None
         block.mapped = True
-        for neighbour in (block.previous, block.next):
-            if neighbour and not neighbour.used and neighbour.mapped:
-                pool.remove(neighbour)
-                merge(block, neighbour)
         pool.insert(block)
+        if rest:
+            pool.insert(rest)
         return block
-
-    def _split_unmapped(self, block: Block, size: int) -> None:
-        rest = Block(
-            block.address + size,
-            block.size - size,
-            block.pool,
-            mapped=False,
-            previous=block,
-            next=block.next,
-        )
-        if block.next:
-            block.next.previous = rest
-        block.next, block.size = rest, size
-        bisect.insort(block.pool.unmapped, (rest.address, rest))
 
     def _unmap(self, block: Block) -> None:
         """Take the memory from behind the whole pieces that lie in a free block. (unmap_block)"""
         pool, piece = block.pool, block.pool.segment_bytes
-        begin = -(-block.address // piece) * piece
-        end = (block.address + block.size) // piece * piece
+        begin, end = up(block.address, piece), (block.address + block.size) // piece * piece
         if end <= begin:
             return
         pool.remove(block)
         self.reserved -= end - begin
-        if begin > block.address:
-            front = Block(
-                block.address, begin - block.address, pool, previous=block.previous, next=block
-            )
-            if block.previous:
-                block.previous.next = front
-            block.previous = front
-            pool.insert(front)
-        if end < block.address + block.size:
-            back = Block(
-                end, block.address + block.size - end, pool, previous=block, next=block.next
-            )
-            if block.next:
-                block.next.previous = back
-            block.next = back
-            pool.insert(back)
-        block.address, block.size, block.mapped = begin, end - begin, False
-        for neighbour in (block.previous, block.next):
-            if neighbour and not neighbour.mapped:
-                pool.unmapped.remove((neighbour.address, neighbour))
-                merge(block, neighbour)
-        bisect.insort(pool.unmapped, (block.address, block))
+        parts = [block]
+        for cut in (begin, end):
+            size = cut - parts[-1].address
+            if 0 < size < parts[-1].size:
+                parts.append(parts[-1].split(size))
+        for part in parts:
+            part.mapped = not begin <= part.address < end
+        for part in parts:
+            pool.insert(part)
+
+
+def with_room(unmapped: Block, size: int) -> Block | None:
+    """Return where `size` free or unmapped bytes follow each other, at or before `unmapped`.
+
+    (find_expandable_block)
+    """
+    before = unmapped.previous
+    first = before if before and not before.used else unmapped
+    room, block = 0, first
+    while block and not block.used and room < size:
+        room += block.size
+        block = block.next
+    return first if room >= size else None

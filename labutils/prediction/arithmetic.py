@@ -7,8 +7,7 @@ x tokens x width in pure 16 bit. Not counted: smaller temporaries.
 
 from __future__ import annotations
 
-from labutils.config.choices import MODELS, OPTIMIZERS, PRECISIONS
-from labutils.config.schema import Config
+from labutils.config.choices import MODELS, PRECISIONS
 from labutils.memory.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 
 # What autograd keeps of one block, in bytes per token and unit of width: norm input, norm output,
@@ -58,20 +57,6 @@ def n_parameters(model: str, seq_len: int = 1024, pad_vocab: bool = False) -> in
     embeddings = (vocabulary + max(seq_len, 1024)) * row.width
     blocks = row.n_layer * (12 * row.width**2 + 13 * row.width)
     return blocks + embeddings + 2 * row.width
-
-
-def least_bytes(config: Config) -> int:
-    """Return bytes below which no step of a config goes: what is alive at the optimizer's step.
-
-    Weights and optimizer state, and all gradients, if they are not freed one by one.
-    """
-    n = n_parameters(config.model, config.seq_len, config.pad_vocab)
-    wide = 4 if PRECISIONS[config.precision].weights == "float32" else 2
-    gradients = 0 if config.optimizer_in_backward else wide * n
-    optimizer = OPTIMIZERS[config.optimizer]
-    # torch's own optimizers keep numbers as wide as the weights
-    scale = wide / 4 if optimizer.has_implementations else 1
-    return wide * n + gradients + round(optimizer.state_bytes * scale * n)
 
 
 def arithmetic_of(precision: str) -> str:

@@ -22,39 +22,12 @@ from labutils.techniques import checkpointing
 aten = torch.ops.aten
 # CUDA's autocast runs these in float32 (ATen/autocast_mode.h); CPU's leaves them in the dtype they
 # are given.
-FLOAT32_ON_CUDA = (
-    *(
-        "pow.Tensor_Scalar",
-        "pow.Tensor_Tensor",
-        "pow.Scalar",
-        "layer_norm",
-        "native_layer_norm",
-        "rms_norm",
-    ),
-    *(
-        "group_norm",
-        "softmax.int",
-        "log_softmax.int",
-        "exp",
-        "expm1",
-        "log",
-        "log1p",
-        "log2",
-        "reciprocal",
-        "rsqrt",
-    ),
-    *(
-        "softplus",
-        "logsumexp",
-        "sum",
-        "sum.dim_IntList",
-        "cumsum",
-        "cumprod",
-        "prod",
-        "prod.dim_int",
-    ),
-    *("linalg_vector_norm", "cosine_similarity", "binary_cross_entropy_with_logits"),
-)
+FLOAT32_ON_CUDA = """
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar layer_norm native_layer_norm rms_norm group_norm
+softmax.int log_softmax.int exp expm1 log log1p log2 reciprocal rsqrt softplus logsumexp
+sum sum.dim_IntList cumsum cumprod prod prod.dim_int
+linalg_vector_norm cosine_similarity binary_cross_entropy_with_logits
+"""
 
 
 @contextmanager
@@ -65,9 +38,7 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
     It registers kernels for the CPU's autocast and autograd keys; real CPU tensors must not be
     computed with inside.
     """
-    autocast, autograd = (
-        torch.library.Library("aten", "IMPL", key) for key in ("AutocastCPU", "AutogradCPU")
-    )
+    # private, as all of torch that swaps kernels: what keeps an operation from autocast once more
     no_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def in_float32(operation: Callable) -> Callable:
@@ -84,18 +55,16 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
     def attention(q, k, v, mask=None, p=0.0, causal=False, *, scale=None, enable_gqa=False):
         allowed = torch.backends.cuda  # what torch.nn.attention.sdpa_kernel switches, on a CPU too
         if mask is None and flash and q.dtype != torch.float32 and allowed.flash_sdp_enabled():
-            return aten._scaled_dot_product_flash_attention(q, k, v, p, causal, False, scale=scale)[
-                0
-            ]
+            flash_attention = aten._scaled_dot_product_flash_attention
+            return flash_attention(q, k, v, p, causal, False, scale=scale)[0]
         # before Ampere the other fused kernel takes no BF16 either
         has_kernel = flash or q.dtype != torch.bfloat16
         if not (has_kernel and allowed.mem_efficient_sdp_enabled()):
             return aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, scale=scale)[0]
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty_like(mask, dtype=q.dtype)
-        return aten._scaled_dot_product_efficient_attention(
-            q, k, v, mask, True, p, causal, scale=scale
-        )[0]
+        efficient_attention = aten._scaled_dot_product_efficient_attention
+        return efficient_attention(q, k, v, mask, True, p, causal, scale=scale)[0]
 
     def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         # anything else leaves the device, and comes back as a new allocation
@@ -103,21 +72,22 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         return (lambda: tensor) if stays else partial(torch.empty, tensor.shape, dtype=tensor.dtype)
 
     real_on_host = checkpointing.on_host
-    try:
-        checkpointing.on_host = on_host
-        for name in FLOAT32_ON_CUDA:
+    # private: a public Library keeps its kernels for the life of the process
+    scoped = partial(torch.library._scoped_library, "aten", "IMPL")
+    with scoped("AutocastCPU") as autocast, scoped("AutogradCPU") as autograd:
+        for name in FLOAT32_ON_CUDA.split():
             packet, _, overload = name.partition(".")
+            operation = getattr(getattr(aten, packet), overload or "default")
+            # private: where the CPU's autocast has a rule of its own, it is the same
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
-                autocast.impl(
-                    name, in_float32(getattr(getattr(aten, packet), overload or "default"))
-                )
+                autocast.impl(name, in_float32(operation))
         autograd.impl("dropout", dropout)
         autograd.impl("scaled_dot_product_attention", attention)
-        yield
-    finally:
-        checkpointing.on_host = real_on_host
-        autocast._destroy()
-        autograd._destroy()
+        checkpointing.on_host = on_host
+        try:
+            yield
+        finally:
+            checkpointing.on_host = real_on_host
 
 
 def _widened(argument: Any) -> Any:
@@ -125,6 +95,7 @@ def _widened(argument: Any) -> Any:
     return argument.float() if is_float else argument
 
 
+Rule = Callable[..., int]  # computes bytes
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 # indices: with more of them the gradient of an embedding is summed after a sort (Embedding.cu)
 SORTED_FROM = 3072
@@ -139,9 +110,7 @@ def outputs_in_order(operation: Any, tensors: list[torch.Tensor]) -> list[torch.
     return tensors[::-1] if operation is aten.native_dropout.default else tensors
 
 
-def borrowed(
-    operation: Any, args: tuple, gpu: Gpu
-) -> list[tuple[Callable[..., int], tuple[int, ...]]]:
+def borrowed(operation: Any, args: tuple, gpu: Gpu) -> list[tuple[Rule, tuple[int, ...]]]:
     """Return what an operation's CUDA kernels request for themselves, each freed before the next.
 
     Each is a rule and the numbers from which it computes bytes: those are affine in the number of
@@ -149,23 +118,19 @@ def borrowed(
     requests share segments of 2 MiB.
     """
     if operation is aten.sum.dim_IntList and args[0].ndim == 2 and list(args[1]) == [0]:
-        return [(partial(_column_sums, gpu), tuple(args[0].shape))]
+        return [(partial(_column_sums, gpu), args[0].shape)]
     if operation is aten.embedding_dense_backward.default:
         gradient, indices, n_rows = args[:3]
         return [(_partial_sums, (indices.numel(), n_rows, gradient.shape[-1]))]
     if operation is aten._scaled_dot_product_flash_attention_backward.default:
-        return [(_flash_workspace, tuple(args[1].shape))]
+        return [(_flash_workspace, args[1].shape)]
     if operation is aten._scaled_dot_product_efficient_attention_backward.default:
-        shape = tuple(args[1].shape)
-        return [(_float32_product, shape), (_efficient_workspace, shape)]
-    # gradient times result, before the sums over rows (SoftMax.cu)
+        # gradient times result, of which the sums over rows are needed
+        return [(partial(_elements, 4), args[1].shape), (_efficient_workspace, args[1].shape)]
     if operation is aten._softmax_backward_data.default:
-        return [
-            (
-                partial(_elements, torch.promote_types(args[0].dtype, args[1].dtype).itemsize),
-                tuple(args[0].shape),
-            )
-        ]
+        # gradient times result, before the sums over rows (SoftMax.cu)
+        itemsize = torch.promote_types(args[0].dtype, args[1].dtype).itemsize
+        return [(partial(_elements, itemsize), args[0].shape)]
     return []
 
 
@@ -181,11 +146,6 @@ def _partial_sums(n_indices: int, n_rows: int, width: int) -> int:
 def _flash_workspace(batch: int, heads: int, n_queries: int, width: int) -> int:
     """Return the bytes of the queries' gradient in float32, and of one number for each row."""
     return batch * heads * -(-n_queries // FLASH_ROWS) * FLASH_ROWS * (width + 1) * 4
-
-
-def _float32_product(batch: int, heads: int, n_queries: int, width: int) -> int:
-    """Return the bytes of gradient times result, of which the sums over rows are needed."""
-    return batch * heads * n_queries * width * 4
 
 
 def _elements(itemsize: int, *shape: int) -> int:

@@ -1,48 +1,96 @@
 """Predict the peak memory of a training step, without running it and without a GPU.
 
-The real model takes a real step on tensors without data (`prediction.trace`). For a card the step's
-requests are replayed through the caching allocator's rules (`prediction.replay`). So the answer is
-what the card must have, and not only what tensors take.
+The real model takes a real step on tensors without data (`prediction.trace`). What is alive at each
+moment is the ledger. For a card the requests and frees of three steps, from moving the model to it,
+are replayed through the caching allocator's rules (`prediction.allocator`): the answer is what the
+card must have, and not only what tensors take.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from labutils import machine
 from labutils.config.card import CONTEXT_GIB, Card
 from labutils.config.schema import Config, resolve
 from labutils.memory.device_memory import without_expandable_segments
-from labutils.memory.ledger import MemoryLedger
-from labutils.prediction import replay
-from labutils.prediction.allocator import DEFAULT, EXPANDABLE, CachingAllocator, Settings
-from labutils.prediction.trace import Trace, Traces
+from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, downsample_timeline
+from labutils.prediction.allocator import (
+    DEFAULT,
+    EXPANDABLE,
+    MIB,
+    CachingAllocator,
+    OutOfMemory,
+    Settings,
+    rounded,
+)
+from labutils.prediction.trace import (
+    BIRTH,
+    CATEGORIES,
+    DEATH,
+    LASTING,
+    OPERATION,
+    Event,
+    Segment,
+    Storage,
+    Trace,
+    trace_config,
+    traced_module,
+)
 
 # Of what the allocator needs at least: so near is the prediction, so that no "fits" is false.
 MARGIN = 1.02
 # Times the peak: a rule of thumb for a CPU, whose allocator is not replayed.
 ALLOWANCE = 1.1
+# the first makes the optimizer's state, the second finds holes where there were none, the third is
+# as all
+STEPS = 3
+REPEATED_MICRO_BATCHES = 4  # so many are replayed of a step that has more
+# of the smallest limit: so far apart may the largest that fails and the smallest that does not be
+FINENESS = 0.002
+Request = tuple[Storage, bool]  # it is asked for, or given back
 
 
-def predict_memory(
-    config: Config, device: str | torch.device | Card = "a100", *, keep_outputs: bool = False
-) -> MemoryLedger:
+def predict_memory(config: Config, device: str | torch.device | Card = "a100") -> MemoryLedger:
     """Return the predicted ledger of one training step of a config on a device.
 
     `device` is a key of CARDS, "this" for the GPU here, "cpu", a `torch.device` or a `Card`. On a
-    CPU `when_cpu` applies. `keep_outputs` predicts a loop whose variable keeps the model's outputs,
-    logits among them, from one step to the next. Nothing is allocated.
+    CPU `when_cpu` applies. Nothing is allocated.
     For a card the ledger also tells what the allocator reserves in three steps, and how much memory
     the smallest card has on which they complete.
     Raises ConfigError if the config cannot run there, and PrecisionUnsupported if the device lacks
     what it asks for.
     """
     run = resolve(config, machine.card_of(device))
-    return BatchSizes(run.config, run.card, keep_outputs).at(run.config.micro_batch_size).ledger
+    return predicted(run.config, run.card).ledger
+
+
+def predict_module(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    *,
+    precision: str = "fp32",
+    device: str | torch.device | Card = "a100",
+) -> MemoryLedger:
+    """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
+
+    `optimizer` makes one from parameters, for example `torch.optim.AdamW`. On a card it updates
+    lists of tensors where torch does so by default. The module is left alone.
+    Raises ValueError for an unknown precision.
+    """
+    card = machine.card_of(device)
+    trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
+    return prediction_of(trace, card).ledger
 
 
 def needed_gib(ledger: MemoryLedger, device: str | torch.device | Card = "a100") -> float:
@@ -57,123 +105,76 @@ def needed_gib(ledger: MemoryLedger, device: str | torch.device | Card = "a100")
     return ALLOWANCE * ledger.peak_bytes / 2**30 + context
 
 
+def predicted(config: Config, card: Card) -> Prediction:
+    """Return the prediction for a resolved config."""
+    settings = allocator_settings(config, card)
+    return prediction_of(trace_config(config, card.gpu), card, config.grad_accum_steps, settings)
+
+
+def prediction_of(
+    trace: Trace, card: Card, n_micro_batches: int = 1, settings: Settings = DEFAULT
+) -> Prediction:
+    """Return the prediction for a traced step of so many micro-batches."""
+    requests = []
+    for _, _, event in walk(trace, n_micro_batches):
+        if event.storage:
+            requests.append((event.storage, event.kind == BIRTH))
+    return Prediction(trace, requests, card, settings)
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """What a config's run asks of a card, in order. All else is computed when it is asked for."""
+    """What a run asks of a device, in order. All else is computed when it is asked for."""
 
     trace: Trace
-    n_micro_batches: int
-    card_name: str
+    requests: list[Request]  # of three steps
+    card: Card
     settings: Settings
+
+    @cached_property
+    def tensors(self) -> MemoryLedger:
+        """The ledger of a step, without what the allocator takes for it."""
+        settings = self.settings if self.card.gpu else None
+        method = f"predicted for {self.card.name}"
+        return ledger_of(self.trace, method, settings)
 
     @cached_property
     def ledger(self) -> MemoryLedger:
         """The ledger of a step, and what the allocator takes from the card for three."""
-        n_traced = min(self.n_micro_batches, 2)
-        method = f"predicted for {self.card_name}"
-        found = replay.ledger(self.trace, n_traced, method, self.settings)
-        reserved = {
-            "reserved_bytes": self.with_default.peak_reserved,
-            "reserved_expandable_bytes": self.with_expandable.peak_reserved,
-            "needed_bytes": self.needed_bytes,
-            "needed_expandable_bytes": self.needed_expandable_bytes,
-        }
-        return found.model_copy(update=reserved)
-
-    @cached_property
-    def requests(self) -> list[replay.Request]:
-        """What the allocator is asked for in three steps."""
-        return replay.requests(self.trace, self.n_micro_batches)
-
-    @cached_property
-    def with_default(self) -> CachingAllocator:
-        """An unlimited allocator with torch's default settings, after the requests."""
-        return replay.replayed(self.requests, CachingAllocator())
-
-    @cached_property
-    def with_expandable(self) -> CachingAllocator:
-        """The same with expandable segments."""
-        return replay.replayed(self.requests, CachingAllocator(settings=EXPANDABLE))
-
-    @cached_property
-    def as_set(self) -> CachingAllocator:
-        """The same as the config says, and on the GPU here PYTORCH_ALLOC_CONF."""
-        if self.settings == DEFAULT:
-            return self.with_default
-        if self.settings == EXPANDABLE:
-            return self.with_expandable
-        return replay.replayed(self.requests, CachingAllocator(settings=self.settings))
-
-    @cached_property
-    def needed_expandable_bytes(self) -> int:
-        """The smallest card's memory with expandable segments, context and MARGIN included."""
-        return self._needed(self.with_expandable)
-
-    @cached_property
-    def needed_bytes(self) -> int:
-        """The smallest card's memory on which three steps complete, context and MARGIN included."""
-        if self.settings == EXPANDABLE:
-            return self.needed_expandable_bytes
-        return self._needed(self.as_set)
-
-    def _needed(self, unlimited: CachingAllocator) -> int:
-        limit = replay.smallest_limit(self.requests, unlimited)
-        return round(MARGIN * limit + CONTEXT_GIB * 2**30)
-
-    @property
-    def needed_gib(self) -> float:
-        """`needed_bytes` in GiB."""
-        return self.needed_bytes / 2**30
-
-    @property
-    def bytes_taken(self) -> int:
-        """What the allocator reserves where nothing limits it: quick, to compare configs by."""
-        return self.as_set.peak_reserved
-
-    def fits(self, budget_gib: float) -> bool:
-        """Whether three steps complete on a card with so much memory, its context included."""
-        for_tensors = (budget_gib - CONTEXT_GIB) * 2**30 / MARGIN
-        return replay.completes(self.requests, for_tensors, self.settings)
-
-
-@dataclass(frozen=True)
-class CpuPrediction:
-    """A ledger without requests to replay: of a CPU."""
-
-    ledger: MemoryLedger
-
-    @property
-    def needed_gib(self) -> float:
-        """The memory in GiB that must be free, about."""
-        return ALLOWANCE * self.ledger.peak_bytes / 2**30
-
-    @property
-    def bytes_taken(self) -> int:
-        """The peak: quick, to compare configs by."""
-        return self.ledger.peak_bytes
-
-    def fits(self, budget_gib: float) -> bool:
-        """Whether so much memory is enough."""
-        return self.needed_gib <= budget_gib
-
-
-class BatchSizes:
-    """Predictions for a resolved config at any micro-batch size. Two sizes are traced for all."""
-
-    def __init__(self, config: Config, card: Card, keep_outputs: bool = False) -> None:
-        self.config, self.card = config, card
-        self.traces = Traces(config, card.gpu, keep_outputs)
-
-    def at(self, micro_batch_size: int) -> Prediction | CpuPrediction:
-        """Return the prediction with so many sequences at a time, `tokens_per_step` staying."""
-        tokens = self.config.seq_len * micro_batch_size
-        n_micro_batches = max(self.config.tokens_per_step // tokens, 1)
-        n_traced = min(n_micro_batches, 2)
-        trace = self.traces.at(micro_batch_size, n_traced)
         if self.card.gpu is None:
-            return CpuPrediction(replay.ledger(trace, n_traced, "predicted for cpu", None))
-        settings = allocator_settings(self.config, self.card)
-        return Prediction(trace, n_micro_batches, self.card.name, settings)
+            return self.tensors
+        reserved, needed = {}, {}
+        for settings in {DEFAULT, EXPANDABLE, self.settings}:
+            unlimited = replayed(self.requests, CachingAllocator(settings=settings))
+            reserved[settings] = unlimited.peak_reserved
+            limit = smallest_limit(self.requests, unlimited)
+            needed[settings] = round(MARGIN * limit + CONTEXT_GIB * 2**30)
+        figures = {
+            "reserved_bytes": reserved[DEFAULT],
+            "reserved_expandable_bytes": reserved[EXPANDABLE],
+            "needed_bytes": needed[self.settings],
+            "needed_expandable_bytes": needed[EXPANDABLE],
+        }
+        return self.tensors.model_copy(update=figures)
+
+    @property
+    def needed_gib(self) -> float:
+        """The memory in GiB of the smallest device on which three steps complete."""
+        return needed_gib(self.ledger, self.card)
+
+    @property
+    def bytes_taken(self) -> int:
+        """What a run takes where nothing limits it: quick, to compare configs by."""
+        if self.card.gpu is None:
+            return self.tensors.peak_bytes
+        return replayed(self.requests, CachingAllocator(settings=self.settings)).peak_reserved
+
+    def fits(self, budget_gib: float) -> bool:
+        """Whether three steps complete in so much memory, on a card with its context in it."""
+        if self.card.gpu is None:
+            return self.needed_gib <= budget_gib
+        for_tensors = (budget_gib - CONTEXT_GIB) * 2**30 / MARGIN
+        return completes(self.requests, for_tensors, self.settings)
 
 
 def allocator_settings(config: Config, card: Card) -> Settings:
@@ -184,6 +185,172 @@ def allocator_settings(config: Config, card: Card) -> Settings:
     if not card.is_here:
         return EXPANDABLE if config.expandable_segments else DEFAULT
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    found = Settings.parse(text)
-    wanted = found.expandable_segments or config.expandable_segments
-    return found._replace(expandable_segments=wanted and not without_expandable_segments())
+    settings = Settings.parse(text)
+    wanted = settings.expandable_segments or config.expandable_segments
+    return settings._replace(expandable_segments=wanted and not without_expandable_segments())
+
+
+# ---- Three steps, event by event
+
+
+def segments_of(
+    trace: Trace, n_micro_batches: int, at_most: int = REPEATED_MICRO_BATCHES
+) -> list[Segment]:
+    """Return a step's segments in order, of `at_most` so many micro-batches, and of those traced.
+
+    Those beyond are like the last.
+    """
+    segments = trace.segments
+    last = max(segment.micro_batch or 0 for segment in segments)
+    repeated = [segment for segment in segments if segment.micro_batch == last]
+    end = segments.index(repeated[-1]) + 1
+    more = min(n_micro_batches, at_most) - last - 1
+    return segments[:end] + max(more, 0) * repeated + segments[end:]
+
+
+def walk(trace: Trace, n_micro_batches: int = 1) -> Iterator[tuple[int, Segment, Event]]:
+    """Yield (step, segment, event) of the first STEPS steps; the model is moved in step 0.
+
+    Left out are births of what lasts in all steps but the first, and storages that are always
+    empty: for 0 bytes nothing is asked.
+    """
+    alive: set[Storage] = set()
+    moved = Segment("", None, [Event(BIRTH, storage) for storage in trace.standing])
+    segments = segments_of(trace, n_micro_batches)
+    for step in range(STEPS):
+        for segment in segments if step else [moved, *segments]:
+            for event in segment.events:
+                storage = event.storage
+                if event.kind == BIRTH:
+                    stands = storage.category in LASTING and storage in alive
+                    if stands or not (storage.n_bytes or storage.rule):
+                        continue
+                    alive.add(storage)
+                elif event.kind == DEATH:
+                    if storage not in alive:
+                        continue
+                    alive.remove(storage)
+                yield step, segment, event
+
+
+def ledger_of(trace: Trace, method: str, settings: Settings | None) -> MemoryLedger:
+    """Return the bytes by category at each phase's peak in the last step, and its timeline.
+
+    Of the micro-batches those count that were traced: later ones are like the last.
+    With the `settings` of a card's allocator a category counts requests, rounded up to 512 bytes;
+    what blocks have beyond that is ROUNDING, and the sum is what `torch.cuda.memory_allocated`
+    tells. None is a CPU.
+    """
+    on_card = settings is not None
+    allocator, blocks = CachingAllocator(settings=settings or DEFAULT), {}
+    categories = [*CATEGORIES, ROUNDING] if on_card else [c for c in CATEGORIES if c != WORKSPACES]
+    now = dict.fromkeys(categories, 0)
+    parts: list[tuple[str, list[int], list[list[int]]]] = []  # phase, positions, bytes
+    n_operations = 0
+    for step, segment, event in walk(trace):
+        storage = event.storage
+        if storage and not storage.n_bytes:
+            continue
+        if event.kind == BIRTH:
+            blocks[storage] = allocator.allocate(storage.n_bytes)
+        if storage:
+            sign = 1 if event.kind == BIRTH else -1
+            n_bytes = rounded(storage.n_bytes) if on_card else storage.n_bytes
+            now[storage.category] += sign * n_bytes
+            if on_card:
+                now[ROUNDING] += sign * (blocks[storage].size - n_bytes)
+        if event.kind == DEATH:
+            allocator.free(blocks.pop(storage))
+        if step < STEPS - 1:
+            continue
+        if not parts or parts[-1][0] != segment.phase:
+            parts.append((segment.phase, [], []))
+        n_operations += event.kind == OPERATION
+        parts[-1][1].append(n_operations)
+        parts[-1][2].append(list(now.values()))
+    phases: dict[str, dict[str, int]] = {}
+    timeline = []
+    for phase, positions, rows in parts:
+        alive = np.array(rows)
+        timeline.append((phase, np.array(positions), alive))
+        peak = alive[alive.sum(axis=1).argmax()]
+        if peak.sum() > sum(phases.get(phase, {}).values()):
+            phases[phase] = dict(zip(now, peak.tolist(), strict=True))
+    return MemoryLedger(phases=phases, method=method, timeline=downsample_timeline(timeline))
+
+
+# ---- What the allocator makes of them
+
+
+def replayed(requests: list[Request], allocator: CachingAllocator) -> CachingAllocator:
+    """Hand requests to an allocator and return it. Raises allocator.OutOfMemory."""
+    blocks = {}
+    for storage, is_birth in requests:
+        if not storage.n_bytes:
+            continue
+        if is_birth:
+            blocks[storage] = allocator.allocate(storage.n_bytes)
+        else:
+            allocator.free(blocks.pop(storage))
+    return allocator
+
+
+def completes(requests: list[Request], limit_bytes: float, settings: Settings) -> bool:
+    """Return whether an allocator that can have `limit_bytes` meets all requests."""
+    try:
+        replayed(requests, CachingAllocator(limit_bytes, settings))
+    except OutOfMemory:
+        return False
+    return True
+
+
+def with_more_sequences(low: list[Request], high: list[Request], more: int) -> list[Request]:
+    """Return the requests of `more` sequences than `low` has, where `high` has one more than `low`.
+
+    Both ask for the same; what their bytes are computed from is affine in the number of sequences.
+    """
+    grown: dict[Storage, Storage] = {}
+    requests = []
+    for (few, is_birth), (many, _) in zip(low, high, strict=True):
+        if many not in grown:
+            n_bytes = few.n_bytes + more * (many.n_bytes - few.n_bytes)
+            if many.rule:
+                pairs = zip(few.numbers, many.numbers, strict=True)
+                n_bytes = many.rule(*[a + more * (b - a) for a, b in pairs])
+            grown[many] = replace(many, n_bytes=n_bytes)
+        requests.append((grown[many], is_birth))
+    return requests
+
+
+def smallest_limit(requests: list[Request], unlimited: CachingAllocator) -> int:
+    """Return the fewest bytes with which an allocator meets all requests, to FINENESS, in whole 2
+    MiB.
+
+    `unlimited` is one that has met them. More may be reserved where more is there: before it gives
+    up, the allocator returns what it has cached.
+    """
+    unit = 2 * MIB
+    _, enough = boundary(
+        lambda n: not completes(requests, n * unit, unlimited.settings),
+        unlimited.peak_allocated // unit - 1,
+        -(-unlimited.peak_reserved // unit),
+        FINENESS,
+    )
+    return enough * unit
+
+
+def boundary(
+    holds: Callable[[int], bool], low: int, high: int, fineness: float = 0.0
+) -> tuple[int, int]:
+    """Return numbers between which `holds` ends, by halving the interval from `low`, for which it
+    holds, to `high`, for which it does not.
+
+    They are neighbours, or at most `fineness` of the upper one apart.
+    """
+    while high - low > max(1, fineness * high):
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low, high

@@ -1,34 +1,39 @@
-"""Changes to a config that save memory: what each does alone, and which few make it fit."""
+"""What would fit? Changes to a config that save memory, which few make it fit, and the largest
+batch, sequence and model that a device can train.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
 from labutils import machine
-from labutils.config.card import Card, PrecisionUnsupported
+from labutils.config.card import CONTEXT_GIB, CPU, Card, PrecisionUnsupported
 from labutils.config.choices import (
     ATTENTION,
     CHECKPOINTING,
     EACH_BLOCK,
+    MODELS,
     OPTIMIZERS,
     PRECISIONS,
     SMALLEST_STATE,
     WITH_BF16,
     WITHOUT_BF16,
-    Precision,
 )
-from labutils.config.reader import config_of
+from labutils.config.reader import config_of, load_config
 from labutils.config.schema import Config, ConfigError, resolve
-from labutils.memory.device_memory import without_expandable_segments
-from labutils.memory.ledger import MIB, MemoryLedger
-from labutils.prediction.memory import BatchSizes, CpuPrediction, Prediction, predict_memory
+from labutils.machine import choose_device
+from labutils.memory.device_memory import free_memory, without_expandable_segments
+from labutils.memory.errors import GIB, readable_size
+from labutils.memory.ledger import MIB
+from labutils.prediction.memory import Prediction, boundary, predicted, with_more_sequences
 from labutils.prediction.time import predict_time
+from labutils.prediction.trace import with_shape
 
 Changes = dict[str, Any]  # {key of a config: new value}
 # These change neither results (beyond rounding) nor cost time.
@@ -52,244 +57,64 @@ REASONS = {
     "optimizer": "a slower update, and moments of 8 bits: compare the losses",
     "optimizer_in_backward": "no clipping and no accumulation; the same update otherwise",
     "max_grad_norm": "no clipping",
+    "pure_bf16": "weights of 8 significant bits lose small updates: compare the losses",
     "tokens_per_step": "fewer tokens in a step, so noisier gradients: another experiment",
     "seq_len": "less context: another experiment",
 }
-SHORT_WEIGHTS = "weights of 8 significant bits lose small updates: compare the losses"
 CHUNK_TOKENS = 512
 NOTHING = 0.005  # of the peak: less is called nothing
 FREE = 0.02  # of the step: a change that takes less time is free
-
-
-def named(changes: Changes) -> str:
-    """Return changes as they would stand in a config."""
-    return ", ".join(f"{key}: {value}" for key, value in changes.items())
-
-
-def reasons(changes: Changes) -> str:
-    """Return what changes cost besides time, and why they cost nothing."""
-    texts = []
-    for key, value in changes.items():
-        is_short = key == "precision" and PRECISIONS[value].weights != "float32"
-        if key != "max_grad_norm" or len(changes) == 1:  # the key beside it says so
-            texts.append(SHORT_WEIGHTS if is_short else REASONS[key])
-    return "; ".join(texts)
-
-
-def free_changes(config: Config, card: Card) -> Changes:
-    """Return those of FREE_CHANGES that would change a config, and that exist on the card."""
-    free = {key: value for key, value in FREE_CHANGES.items() if getattr(config, key) != value}
-    if card.gpu is None or (card.is_here and without_expandable_segments()):
-        free.pop("expandable_segments", None)
-    if ATTENTION[config.attention].keeps_matrices:
-        free["attention"] = "auto"
-    return free
-
-
-def faster_precision(config: Config, card: Card) -> Precision | None:
-    """Return the 16-bit precision with float32 weights that a 32-bit config could take."""
-    if PRECISIONS[config.precision].is_16bit:
-        return None
-    return WITH_BF16 if card.has_bf16 else WITHOUT_BF16
-
-
-def chunks(config: Config) -> Changes:
-    """Return the loss in chunks: a quarter of a micro-batch at most."""
-    quarter = config.micro_batch_size * config.seq_len // 4
-    return {"loss_chunk_tokens": min(CHUNK_TOKENS, max(2, quarter))}
-
-
-def smaller_batches(config: Config) -> list[int]:
-    """Return the smaller micro-batches of a step of equally many tokens, largest first."""
-    sequences = config.tokens_per_step // config.seq_len
-    sizes = range(config.micro_batch_size - 1, 0, -1)
-    return [size for size in sizes if sequences % size == 0]
-
-
-# ---- Each change alone
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One change: what it saves of the peak by itself (predicted), and what it costs.
-
-    `added_ms` is what a step then takes longer (below 0: shorter), predicted; `time_cost` is the
-    same as a fraction of the step. `peak_phase` is where the peak is then.
-    """
-
-    changes: Changes
-    saved_bytes: int
-    added_ms: float
-    time_cost: float
-    cost: str
-    peak_phase: str
-
-    @property
-    def name(self) -> str:
-        """The change as it would stand in a config."""
-        return named(self.changes)
-
-
-@dataclass(frozen=True)
-class Advices:
-    """What was tried on a config: what helps, best first; what does nothing; what cannot be."""
-
-    config: Config
-    peak_bytes: int
-    peak_phase: str
-    helpful: list[Advice] = field(default_factory=list)
-    useless: list[Advice] = field(default_factory=list)
-    impossible: dict[str, str] = field(default_factory=dict)
-    best_three_peak_bytes: int = 0  # with the first three together: savings do not add up
-
-    def __str__(self) -> str:
-        peak = f"{self.peak_bytes / MIB:,.0f} MiB, in the {self.peak_phase} phase"
-        lines = [f"{self.config.name}: predicted peak {peak}"]
-        for number, advice in enumerate(self.helpful[:3], start=1):
-            saved = f"{advice.saved_bytes / MIB:,.0f} MiB"
-            time = f"{advice.added_ms:+.1f} ms a step ({100 * advice.time_cost:+.0f} %)"
-            lines.append(f"{number}. {advice.name}: saves {saved}; {time}: {advice.cost}")
-        if self.helpful:
-            best = f"{self.best_three_peak_bytes / MIB:,.0f} MiB"
-            lines.append(f"   the best together: a peak of {best}")
-        if self.useless:
-            names = "; ".join(advice.name for advice in self.useless)
-            lines.append(f"would do nothing here: {names}")
-        for name, why in self.impossible.items():
-            lines.append(f"not possible here: {name}: {why}")
-        return "\n".join(lines)
-
-
-def advise(run: Any, device: str | torch.device | Card = "a100") -> Advices:
-    """Return what single changes would do to the predicted peak of a config, or of a record's.
-
-    `device` as for `predict_memory`. Changes are tried that need no other model: those that change
-    nothing that is computed, lower precision, smaller batches at equal tokens per step,
-    recomputation, the loss in chunks, smaller or earlier optimizer steps.
-    Raises what `predict_memory` raises, for the config as it is.
-    """
-    config = run if isinstance(run, Config) else config_of(run.config, run.name)
-    resolved = resolve(config, machine.card_of(device))
-    config, card = resolved.config, resolved.card
-    now, ms = predict_memory(config, card), predict_time(config, card).step_ms
-    tried: list[Advice] = []
-    impossible = {}
-    for changes in single_changes(config, card):
-        try:
-            _require_speed(changes, card)
-            changed = config.model_copy(update=changes)
-            then, added = predict_memory(changed, card), predict_time(changed, card).step_ms - ms
-        except (ConfigError, PrecisionUnsupported) as problem:
-            impossible[named(changes)] = str(problem).partition(": ")[2]
-            continue
-        saved = now.peak_bytes - then.peak_bytes
-        advice = Advice(changes, saved, added, added / ms, reasons(changes), then.peak_phase)
-        tried.append(advice)
-    tried.sort(key=_bytes_for_time)
-    matters = NOTHING * now.peak_bytes
-    helpful = [advice for advice in tried if advice.saved_bytes > matters]
-    return Advices(
-        config=config,
-        peak_bytes=now.peak_bytes,
-        peak_phase=now.peak_phase,
-        helpful=helpful,
-        useless=[advice for advice in tried if advice.saved_bytes <= matters],
-        impossible=impossible,
-        best_three_peak_bytes=_together(config, card, now.peak_bytes, helpful[:3]),
-    )
-
-
-def single_changes(config: Config, card: Card) -> Iterator[Changes]:
-    """Yield the changes to a resolved config worth a try; each is one decision."""
-    for key, value in free_changes(config, card).items():
-        yield {key: value}
-    if faster := faster_precision(config, card):
-        yield {"precision": faster.name}
-    yield from _smaller_batch(config)
-    if not CHECKPOINTING[config.gradient_checkpointing].is_on:
-        yield {"gradient_checkpointing": EACH_BLOCK.name}
-    if chunks(config)["loss_chunk_tokens"] != config.loss_chunk_tokens:
-        yield chunks(config)
-    if OPTIMIZERS[config.optimizer].is_adamw and config.optimizer != SMALLEST_STATE.name:
-        yield {"optimizer": SMALLEST_STATE.name}
-    unclipped = {"max_grad_norm": 0.0} if config.max_grad_norm else {}
-    if not config.optimizer_in_backward:
-        yield {"optimizer_in_backward": True} | unclipped
-
-
-def _smaller_batch(config: Config) -> list[Changes]:
-    """Return the change to the next smaller micro-batch, or step where nothing accumulates."""
-    sizes = [size for size in smaller_batches(config) if config.micro_batch_size % size == 0]
-    if sizes and not config.optimizer_in_backward:
-        return [{"micro_batch_size": sizes[0]}]
-    if sizes:
-        return [{"tokens_per_step": sizes[0] * config.seq_len, "micro_batch_size": sizes[0]}]
-    if config.optimizer_in_backward:
-        half = config.seq_len // 2
-        return [{"tokens_per_step": half, "seq_len": half}]
-    return []
-
-
-def _require_speed(changes: Changes, card: Card) -> None:
-    """Raise PrecisionUnsupported for a precision that this CPU computes slowly."""
-    if card.gpu is None and "precision" in changes:
-        answer = machine.support(changes["precision"], torch.device("cpu"))
-        if answer.slow:
-            raise PrecisionUnsupported(f"slow: {answer.reason}")
-
-
-def _bytes_for_time(advice: Advice) -> tuple[bool, float]:
-    """Changes that take no time come first, most bytes first; then by bytes saved per ms lost."""
-    if advice.time_cost <= FREE or advice.changes.keys() <= FREE_CHANGES.keys():
-        return False, -advice.saved_bytes
-    return True, -advice.saved_bytes / advice.added_ms
-
-
-def _together(config: Config, card: Card, peak_bytes: int, advices: list[Advice]) -> int:
-    """Return the peak with several changes, taken one after the other: some exclude each other."""
-    together: Changes = {}
-    for advice in advices:
-        more = together | advice.changes
-        with suppress(ConfigError):
-            peak = predict_memory(config.model_copy(update=more), card).peak_bytes
-            if peak < peak_bytes:
-                together, peak_bytes = more, peak
-    return peak_bytes
-
-
-# ---- A few that make it fit
+FEW_SEQUENCES = 2, 3  # a batch of one has views where larger ones have copies
+LONGEST = 32768  # tokens of a sequence that a config may name
+ON_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Changes to a config, and what is predicted with them."""
+    """Changes to a config, and what is predicted with them; computed when it is asked for.
 
-    config: Config  # without the changes
+    What needs a prediction raises ConfigError or PrecisionUnsupported if the device cannot run it.
+    """
+
+    config: Config  # with the changes
     card: Card
-    changes: Changes
-    prediction: Prediction | CpuPrediction
+    changes: Changes = field(default_factory=dict)
+    original: Plan | None = None  # the same without changes
+
+    def changed(self, changes: Changes) -> Plan:
+        """Return this one with changes."""
+        return Plan(self.resolved.model_copy(update=changes), self.card, changes, self)
+
+    @cached_property
+    def resolved(self) -> Config:
+        """The config as it runs on the card."""
+        return resolve(self.config, self.card).config
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What its run asks of the device."""
+        return predicted(self.resolved, self.card)
 
     @cached_property
     def step_ms(self) -> float:
         """The predicted milliseconds of a step with the changes."""
-        return predict_time(self.config.model_copy(update=self.changes), self.card).step_ms
-
-    @cached_property
-    def time_cost(self) -> float:
-        """The predicted time that they add to a step, as a fraction of it; below 0 it is faster."""
-        return self.step_ms / predict_time(self.config, self.card).step_ms - 1
-
-    @cached_property
-    def costs(self) -> tuple[str, ...]:
-        """What each change costs, and why."""
-        return tuple(
-            f"{key} {value}: {reasons({key: value})}" for key, value in self.changes.items()
-        )
+        return predict_time(self.config, self.card).step_ms
 
     @property
-    def ledger(self) -> MemoryLedger:
-        """The ledger of a step with the changes."""
-        return self.prediction.ledger
+    def time_cost(self) -> float:
+        """The time that they add to a step, as a fraction of it; below 0 it is faster."""
+        before = self.original or self
+        return self.step_ms / before.step_ms - 1
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the bytes allocated."""
+        return self.prediction.tensors.peak_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the changes save of the peak."""
+        return self.original.peak_bytes - self.peak_bytes
 
     @property
     def needed_gib(self) -> float:
@@ -299,6 +124,140 @@ class Plan:
     def fits(self, budget_gib: float) -> bool:
         """Whether it runs in so much memory, on a card with its context in it."""
         return self.prediction.fits(budget_gib)
+
+    @property
+    def name(self) -> str:
+        """The changes as they would stand in a config."""
+        return ", ".join(f"{key}: {value}" for key, value in self.changes.items())
+
+    @property
+    def costs(self) -> list[str]:
+        """What each change costs besides time, or why it costs nothing."""
+        costs = []
+        for key, value in self.changes.items():
+            costs.append(f"{key} {value}: {REASONS.get(value, REASONS[key])}")
+        return costs
+
+
+# ---- The table of changes
+
+
+def smaller_batches(config: Config) -> list[int]:
+    """Return the smaller micro-batches of a step of equally many tokens, largest first."""
+    sequences = config.tokens_per_step // config.seq_len
+    sizes = range(config.micro_batch_size - 1, 0, -1)
+    return [size for size in sizes if sequences % size == 0]
+
+
+def table_of(config: Config, card: Card) -> dict[str, Changes]:
+    """Return the changes to a resolved config worth a try, each one decision, by the key that it is
+    about: first those that are free.
+    """
+    table: dict[str, Changes] = {}
+    for key, value in FREE_CHANGES.items():
+        if getattr(config, key) != value:
+            table[key] = {key: value}
+    if card.gpu is None or (card.is_here and without_expandable_segments()):
+        table.pop("expandable_segments", None)
+    if ATTENTION[config.attention].keeps_matrices:
+        table["attention"] = {"attention": "auto"}
+    if not PRECISIONS[config.precision].is_16bit:
+        faster = WITH_BF16 if card.has_bf16 else WITHOUT_BF16
+        table["precision"] = {"precision": faster.name}
+    smaller, half = smaller_batches(config), config.seq_len // 2
+    if config.optimizer_in_backward:  # it cannot accumulate
+        tokens = half * config.micro_batch_size
+        table["micro_batch_size"] = {"tokens_per_step": tokens, "seq_len": half}
+    elif smaller:
+        table["micro_batch_size"] = {"micro_batch_size": smaller[0]}
+    if not CHECKPOINTING[config.gradient_checkpointing].is_on:
+        table["gradient_checkpointing"] = {"gradient_checkpointing": EACH_BLOCK.name}
+    if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS:
+        quarter = config.micro_batch_size * config.seq_len // 4
+        table["loss_chunk_tokens"] = {"loss_chunk_tokens": min(CHUNK_TOKENS, max(2, quarter))}
+    if OPTIMIZERS[config.optimizer].is_adamw and config.optimizer != SMALLEST_STATE.name:
+        table["optimizer"] = {"optimizer": SMALLEST_STATE.name}
+    if not config.optimizer_in_backward:
+        table["optimizer_in_backward"] = {"optimizer_in_backward": True}
+        if config.max_grad_norm:
+            table["optimizer_in_backward"]["max_grad_norm"] = 0.0
+    return table
+
+
+# ---- Each change alone
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was tried on a config: what helps, best first; what does nothing; what cannot be."""
+
+    original: Plan
+    helpful: list[Plan]
+    useless: list[Plan]
+    impossible: dict[str, str]
+    best_three_peak_bytes: int  # with the first three together: savings do not add up
+
+    def __str__(self) -> str:
+        phase = self.original.prediction.tensors.peak_phase
+        peak = f"{self.original.peak_bytes / MIB:,.0f} MiB, in the {phase} phase"
+        lines = [f"{self.original.config.name}: predicted peak {peak}"]
+        for number, plan in enumerate(self.helpful[:3], start=1):
+            saved = f"{plan.saved_bytes / MIB:,.0f} MiB"
+            added_ms = plan.step_ms - self.original.step_ms
+            time = f"{added_ms:+.1f} ms a step ({100 * plan.time_cost:+.0f} %)"
+            _, _, cost = plan.costs[0].partition(": ")  # a second change follows from the first
+            lines.append(f"{number}. {plan.name}: saves {saved}; {time}: {cost}")
+        if self.helpful:
+            best = f"{self.best_three_peak_bytes / MIB:,.0f} MiB"
+            lines.append(f"   the best together: a peak of {best}")
+        if self.useless:
+            names = "; ".join(plan.name for plan in self.useless)
+            lines.append(f"would do nothing here: {names}")
+        for name, why in self.impossible.items():
+            lines.append(f"not possible here: {name}: {why}")
+        return "\n".join(lines)
+
+
+def advise(run: Any, device: str | torch.device | Card = "a100") -> Advice:
+    """Return what single changes would do to the predicted peak of a config, or of a record's.
+
+    `device` as for `predict_memory`. Changes are tried that need no other model: those that change
+    nothing that is computed, lower precision, smaller batches at equal tokens per step,
+    recomputation, the loss in chunks, smaller or earlier optimizer steps.
+    Raises what `predict_memory` raises, for the config as it is.
+    """
+    config = run if isinstance(run, Config) else config_of(run.config, run.name)
+    original = Plan(config, machine.card_of(device))
+    helpful, useless, impossible = [], [], {}
+    for changes in table_of(original.resolved, original.card).values():
+        plan = original.changed(changes)
+        try:
+            if plan.card.gpu is None and "precision" in changes:
+                answer = machine.support(changes["precision"], ON_CPU)
+                if answer.slow:
+                    raise PrecisionUnsupported(f"slow: {answer.reason}")
+            matters = plan.saved_bytes > NOTHING * original.peak_bytes
+        except (ConfigError, PrecisionUnsupported) as problem:
+            impossible[plan.name] = str(problem).partition(": ")[2]
+        else:
+            (helpful if matters else useless).append(plan)
+    helpful.sort(key=_bytes_for_time)
+    useless.sort(key=_bytes_for_time)
+    best = original
+    for plan in helpful[:3]:  # one after the other: some exclude each other
+        together = original.changed(best.changes | plan.changes)
+        with suppress(ConfigError):
+            best = min(best, together, key=lambda plan: plan.peak_bytes)
+    return Advice(original, helpful, useless, impossible, best.peak_bytes)
+
+
+def _bytes_for_time(plan: Plan) -> tuple[bool, float]:
+    """Changes that take no time come first, most bytes first; then by bytes saved per ms lost."""
+    is_free = plan.time_cost <= FREE or plan.changes.keys() <= FREE_CHANGES.keys()
+    return not is_free, -plan.saved_bytes / (1 if is_free else plan.time_cost)
+
+
+# ---- A few that make it fit
 
 
 def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "a100") -> Plan:
@@ -312,116 +271,205 @@ def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "
     that needs least is returned; `Plan.fits` tells.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
-    run = resolve(config, machine.card_of(device))
-    plans = Plans(run.config, run.card)
-    if plans.of({}).fits(budget_gib):
-        return plans.of({})
-    smallest: list[Plan] = []
-    for recipe in _recipes(run.config, run.card):
-        checkpointed = recipe | _checkpointing(run.config)[-1]
-        sizes = plans.sizes(checkpointed)
-        # splitting a batch may add gradients: the whole one can be the smaller
-        fewest = [plans.of(checkpointed | size) for size in (sizes[0], sizes[-1])]
-        if any(plan.fits(budget_gib) for plan in fewest):
-            found = []
-            for checkpointing in _checkpointing(run.config):
-                found += plans.first_that_fits(recipe | checkpointing, budget_gib)
-            quickest = min(found, key=lambda plan: plan.step_ms)
-            return plans.without_superfluous(quickest, budget_gib)
-        smallest += fewest
-    least = min(smallest, key=lambda plan: plan.prediction.bytes_taken)
-    return plans.without_superfluous(least, max(budget_gib, least.needed_gib))
+    return next(plans_that_fit(config, budget_gib, device))
 
 
-def single_changes_that_fit(
+def plans_that_fit(
     config: Config, budget_gib: float, device: str | torch.device | Card = "a100"
-) -> list[Plan]:
-    """Return the plans of one change, beside free ones, that make a step fit; quickest first.
-
-    Empty if the config fits as it is, or if one change is not enough: see `fit`.
+) -> Iterator[Plan]:
+    """Yield the plans between which `fit` chooses, quickest first: with checkpointed blocks and
+    without. If nothing fits, the one that needs least.
     """
-    run = resolve(config, machine.card_of(device))
-    config, card = run.config, run.card
-    plans = Plans(config, card)
-    if plans.of({}).fits(budget_gib):
-        return []
-    free = free_changes(config, card)
-    tried = [{}, *_checkpointing(config)[1:], chunks(config)]
-    if card.gpu and (faster := faster_precision(config, card)):
-        tried.append({"precision": faster.name})
-    found = [plans.of(free | changes) for changes in tried]
-    found += [plans.of(free | size) for size in plans.sizes(free)[1:]]
-    fitting = [plan for plan in found if plan.fits(budget_gib)]
-    quickest = sorted(fitting, key=lambda plan: plan.step_ms)
-    by_keys = {tuple(plan.changes): plan for plan in reversed(quickest)}
-    return list(by_keys.values())[::-1]
+    original = Plan(config, machine.card_of(device))
+    if original.fits(budget_gib):
+        yield original
+        return
+    sizes = [{"micro_batch_size": size} for size in smaller_batches(original.resolved)]
+    table = table_of(original.resolved, original.card)
+    blocks = [{}]
+    if "gradient_checkpointing" in table:
+        blocks.append(table["gradient_checkpointing"])
+    tried, fitting = [original], []
+    for recipe in _recipes(original.resolved, original.card):
+        for checkpointing in blocks:
+            for size in ({}, *sizes):
+                plan = original.changed(recipe | checkpointing | size)
+                with suppress(ConfigError):  # an optimizer in backward cannot accumulate
+                    is_enough = plan.fits(budget_gib)
+                    tried.append(plan)
+                    if is_enough:
+                        fitting.append(plan)
+                        break
+        if fitting:
+            fitting.sort(key=lambda plan: plan.step_ms)
+            for plan in fitting:
+                yield _without_superfluous(plan, budget_gib)
+            return
+    least = min(tried, key=lambda plan: plan.prediction.bytes_taken)
+    yield _without_superfluous(least, least.needed_gib)
 
 
-class Plans:
-    """Plans for one resolved config on one card. Traces are kept."""
-
-    def __init__(self, config: Config, card: Card) -> None:
-        self.config, self.card = config, card
-        self._sizes: dict[str, BatchSizes] = {}
-
-    def of(self, changes: Changes) -> Plan:
-        """Return what is predicted with some changes."""
-        changed = self.config.model_copy(update=changes)
-        key = changed.model_copy(update={"micro_batch_size": 1}).model_dump_json()
-        if key not in self._sizes:
-            self._sizes[key] = BatchSizes(changed, self.card)
-        prediction = self._sizes[key].at(changed.micro_batch_size)
-        return Plan(self.config, self.card, changes, prediction)
-
-    def sizes(self, changes: Changes) -> list[Changes]:
-        """Return the micro-batches that can stand beside some changes, largest first."""
-        if self.config.model_copy(update=changes).optimizer_in_backward:
-            return [{}]  # it cannot accumulate
-        return [{}, *({"micro_batch_size": size} for size in smaller_batches(self.config))]
-
-    def first_that_fits(self, changes: Changes, budget_gib: float) -> list[Plan]:
-        """Return the plan with the largest micro-batch that fits, beside some changes."""
-        for size in self.sizes(changes):
-            plan = self.of(changes | size)
-            if plan.fits(budget_gib):
-                return [plan]
-        return []
-
-    def without_superfluous(self, plan: Plan, limit_gib: float) -> Plan:
-        """Return a plan without those changes that it fits as well, and is as fast, without."""
-        slowest = (1 + FREE) * plan.step_ms
-        for key in sorted(plan.changes, key=lambda key: key in FREE_CHANGES):  # these go last
-            fewer = {other: value for other, value in plan.changes.items() if other != key}
-            simpler = self.of(fewer)
-            if simpler.fits(limit_gib) and simpler.step_ms <= slowest:
-                plan = simpler
-        return plan
-
-
-def _recipes(config: Config, card: Card) -> list[Changes]:
-    """Return more and more changes: what is free, chunks, 16 bits; then those of the learning."""
-    base = free_changes(config, card)
-    if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS:
-        base |= chunks(config)
-    recipes = [base]
-    faster = faster_precision(config, card)
-    # few CPUs multiply 16-bit numbers fast; a loss scale needs all gradients at once
-    is_possible = faster and not (faster.loss_scale and config.optimizer_in_backward)
-    if card.gpu and is_possible:
-        recipes.insert(0, base | {"precision": faster.name})
+def _recipes(config: Config, card: Card) -> Iterator[Changes]:
+    """Yield more and more changes: what is free, chunks, 16 bits; then those of the learning."""
+    table = table_of(config, card)
+    recipe: Changes = {}
+    for key in (*FREE_CHANGES, "attention", "loss_chunk_tokens"):
+        recipe |= table.get(key, {})
+    if card.gpu:  # few CPUs multiply 16-bit numbers fast
+        yield recipe | table.get("precision", {})
+    yield recipe
     if card.gpu and card.has_bf16:
         short = [row.name for row in PRECISIONS.values() if row.weights == "bfloat16"]
-        recipes.append(base | {"precision": short[0]})
-    if OPTIMIZERS[config.optimizer].is_adamw:
-        recipes.append(recipes[-1] | {"optimizer": SMALLEST_STATE.name})
-    last = config.model_copy(update=recipes[-1])
-    scales = PRECISIONS[last.precision].loss_scale
-    if not (scales or last.max_grad_norm or last.grad_accum_steps > 1):
-        recipes.append(recipes[-1] | {"optimizer_in_backward": True})
-    return recipes
+        recipe = recipe | {"precision": short[0]}
+        yield recipe
+    recipe = recipe | table.get("optimizer", {})
+    yield recipe
+    if not config.max_grad_norm:
+        yield recipe | table.get("optimizer_in_backward", {})
 
 
-def _checkpointing(config: Config) -> list[Changes]:
-    if CHECKPOINTING[config.gradient_checkpointing].is_on:
-        return [{}]
-    return [{}, {"gradient_checkpointing": EACH_BLOCK.name}]
+def _without_superfluous(plan: Plan, limit_gib: float) -> Plan:
+    """Return a plan without those changes that it fits as well, and is as fast, without."""
+    slowest = (1 + FREE) * plan.step_ms
+    for key in sorted(plan.changes, key=lambda key: key in FREE_CHANGES):  # these go last
+        fewer = {other: value for other, value in plan.changes.items() if other != key}
+        simpler = plan.original.changed(fewer)
+        if simpler.fits(limit_gib) and simpler.step_ms <= slowest:
+            plan = simpler
+    return plan
+
+
+# ---- The largest sizes that fit
+
+
+def largest_micro_batch(
+    config: Config,
+    budget_gib: float,
+    device: str | torch.device | Card = "a100",
+    limit: int = 4096,
+) -> int:
+    """Return how many sequences (at most `limit`) fit in a step of one micro-batch.
+
+    0 if not even one does.
+    """
+    run = resolve(config, machine.card_of(device))
+    few, more = FEW_SEQUENCES
+
+    @cache
+    def of(size: int) -> Prediction:
+        return predicted(with_shape(run.config, size), run.card)
+
+    def fits(size: int) -> bool:
+        # few sequences tell about all, but of a loss in chunks: it has other operations
+        if size <= more or run.config.loss_chunk_tokens or run.card.gpu is None:
+            return of(size).fits(budget_gib)
+        requests = with_more_sequences(of(few).requests, of(more).requests, size - few)
+        return replace(of(few), requests=requests).fits(budget_gib)
+
+    return boundary(fits, 0, limit + 1)[0]
+
+
+def longest_sequence(
+    config: Config,
+    budget_gib: float,
+    device: str | torch.device | Card = "a100",
+    *,
+    unit: int = 1024,
+) -> int:
+    """Return the longest sequence, in tokens, of which one fits: a multiple of `unit`, or 0."""
+
+    def fits(units: int) -> bool:
+        longer = with_shape(config.model_copy(update={"seq_len": units * unit}), 1)
+        return largest_micro_batch(longer, budget_gib, device, limit=1) == 1
+
+    return unit * boundary(fits, 0, LONGEST // unit + 1)[0]
+
+
+def size_that_fits(config: Config, limit: int = 8) -> Changes:
+    """Return the overrides with which one micro-batch fits the GPU here; none on a CPU.
+
+    `micro_batch_size` is at most `limit`. Where not one sequence fits, it is 1, and `model` is the
+    largest smaller one of which one sequence fits, or the smallest of all.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    card = machine.card_of(machine.THIS)
+    names = list(MODELS)  # from the smallest to the largest
+    for model in reversed(names[: names.index(config.model) + 1]):
+        smaller = config.model_copy(update={"model": model})
+        size = largest_micro_batch(smaller, card.memory_gib, card, limit)
+        if size:
+            break
+    size = max(size, 1)
+    changes = {} if model == config.model else {"model": model}
+    return changes | {"micro_batch_size": size, "tokens_per_step": size * config.seq_len}
+
+
+def fitting(*names: str, **overrides: Any) -> list[Config]:
+    """Return the configs of some names or files; where memory is short, in smaller micro-batches.
+
+    All get the size with which the first one's step fits the memory that is free here, by the
+    ledger, and at least 1. `tokens_per_step` stays, so they accumulate. They remain comparable with
+    each other and with other machines.
+    """
+    configs = [load_config(name, **overrides) for name in names]
+    original = Plan(configs[0], machine.card(choose_device()))
+    whole = original.resolved.micro_batch_size
+    for size in [whole, *smaller_batches(original.resolved)]:
+        smaller = original.changed({"micro_batch_size": size})
+        if size == 1 or smaller.fits(original.card.memory_gib):
+            break
+    if size == whole:
+        return configs
+    note = f"micro-batch reduced to {size} to fit memory"
+    overrides |= {"note": note, "micro_batch_size": size}
+    reduced = []
+    for name, config in zip(names, configs, strict=True):
+        reduced.append(load_config(name, **overrides | {"name": config.name}))
+    return reduced
+
+
+# ---- Before a run and after it: is there room, and what would make some?
+
+
+def require_host_memory(config: Config) -> None:
+    """Raise torch.OutOfMemoryError if a config, resolved for a CPU, has no room.
+
+    Linux would kill the whole process. (CUDA's allocator says no in time.)
+    """
+    needed = Plan(config, CPU).needed_gib * GIB
+    if needed <= machine.free_bytes(ON_CPU):
+        return
+    free_memory()
+    free = machine.free_bytes(ON_CPU)
+    if needed > free:
+        asked = f"Tried to allocate {readable_size(needed)} (predicted, not tried)"
+        raise torch.OutOfMemoryError(f"{asked}, of which {readable_size(free)} is free")
+
+
+def suggest_changes(config: Config, device: torch.device) -> str:
+    """Return the quickest changes with which a config runs in what is free now, all predicted."""
+    card = machine.card(device)
+    context_gib = CONTEXT_GIB if card.gpu else 0
+    budget = card.memory_gib
+    if card.gpu and config.memory_limit_gib:
+        budget = min(budget, config.memory_limit_gib + context_gib)
+    try:
+        plans = list(plans_that_fit(config, budget, card))
+        is_enough = plans[0].fits(budget)
+        needed = readable_size((plans[0].needed_gib - context_gib) * GIB)
+    except Exception as error:  # a hint must not cost what it is a hint for
+        reason = f"the ledger cannot tell: {type(error).__name__}"
+        return f"Ways out: a smaller micro_batch_size or seq_len ({reason})"
+    free = readable_size((budget - context_gib) * GIB)
+    options = "; or ".join(dict.fromkeys(plan.name for plan in plans))
+    if not is_enough:
+        smallest = options or "as it is. Take a smaller model"
+        return f"No change fits {free} free; the smallest needs {needed}: {smallest}"
+    if options:
+        return f"{free} are free now. Cheapest ways out (predicted): {options}"
+    return (
+        f"Alone {config.name} needs {needed} (predicted), and {free} are free now. So this was "
+        "more than that run, or other tensors were alive beside it. Delete what you no longer "
+        "need (in a notebook: restart the kernel), or make what ran smaller"
+    )

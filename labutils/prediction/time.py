@@ -24,9 +24,8 @@ from labutils.memory.ledger import FROZEN, GRADIENTS
 from labutils.prediction.calibrate import rates_of
 from labutils.prediction.fusion import OPTIMIZER_PHASE
 from labutils.prediction.gpu_time import GpuTime
-from labutils.prediction.module import traced_module
-from labutils.prediction.replay import segments_of
-from labutils.prediction.trace import BIRTH, Segment, Storage, Trace, Traces
+from labutils.prediction.memory import segments_of
+from labutils.prediction.trace import BIRTH, Segment, Storage, Trace, trace_config, traced_module
 from labutils.prediction.work import Work
 
 PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (
@@ -111,13 +110,13 @@ def predict_run_time(run: Run) -> TimeLedger:
 def step_of(config: Config, card: Card) -> tuple[list[Segment], list[Work]]:
     """Return what a step does: its traced segments, and what its optimizer phase has besides."""
     n_micro_batches = config.grad_accum_steps
-    trace = Traces(config, card.gpu).at(config.micro_batch_size, min(n_micro_batches, 2))
+    trace = trace_config(config, card.gpu)
     after = []
     if PRECISIONS[config.precision].loss_scale:
         # a GradScaler reads every gradient, and writes it divided
         n_bytes = 2 * sum(one.n_bytes for one in _gradients(trace))
         after.append(Work(ELEMENTS, n_bytes, fused_bytes=n_bytes))
-    return segments_of(trace, 1, n_micro_batches, at_most=n_micro_batches), after
+    return segments_of(trace, n_micro_batches, at_most=n_micro_batches), after
 
 
 def with_speed(card: Card) -> Card:
@@ -144,7 +143,7 @@ def predict_module_time(
     card = with_speed(machine.card_of(device))
     trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
     clock = Clock(card, tf32=PRECISIONS[precision].tf32, is_compiled=False)
-    clock.run(segments_of(trace, 1, 1), [])
+    clock.run(segments_of(trace, 1), [])
     return clock.ledger(n_tokens, card, is_small=False)
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import labutils as lab
-from benchmarks.plan_table import phases_of, sizes_of, update_of
+from benchmarks.plan_table import phases_of, prediction_of, update_of
 from labutils.exhibits.plan_data import (
     POINTS,
     SHAPE,
@@ -40,7 +40,7 @@ def largest_errors(browser, root, cases: list[tuple[dict, int]]) -> dict[str, fl
     """Return by how much the page is off at most: peak, smallest card, and times on all cards."""
     errors = {"peak": 0.0, "needed": 0.0, "ms": 0.0}
     for setting, batch in cases:
-        ledger = sizes_of(setting).at(batch).ledger
+        ledger = prediction_of(setting, batch).ledger
         found = browser.execute_script(CALL, root, "phases", setting, batch)
         for phase, parts in peaks_at(setting, batch).items():
             assert found[phase] == pytest.approx(list(parts.values())), (setting, phase)

@@ -35,7 +35,7 @@ def ask_both(size: int, ours: CachingAllocator) -> tuple[torch.Tensor | None, Bl
 def main(cap_mib: int, steps: int = 2000) -> None:
     dice, alive, refused = random.Random(0), [], 0
     settings = Settings.parse(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    ours = CachingAllocator(settings=settings, cap_bytes=cap_mib * 2**20 or math.inf)
+    ours = CachingAllocator(cap_mib * 2**20 or math.inf, settings)
     with memory_limit(cap_mib / 1024, CUDA):
         for step in range(steps):
             if alive and dice.random() < 0.48:

@@ -10,58 +10,49 @@ import torch
 from labutils.config.card import CARDS
 from labutils.prediction.cuda_rules import aten, borrowed, outputs_in_order
 
-HEADS, WIDTH = 12, 64
-
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def asked(operation, args: tuple, card: str = "h200") -> list[int]:
-    return [rule(*numbers) for rule, numbers in borrowed(operation, args, CARDS[card].gpu)]
+def column_sums(rows: int, columns: int) -> tuple:
+    return aten.sum.dim_IntList, (meta(rows, columns), [0], True)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "n_bytes"),
-    [
-        (2048, 768, 12582912),
-        (2048, 3072, 50331648),
-        (4096, 768, 25165824),
-        (4096, 3072, 100663296),
-        (16384, 2304, 139198464),
-        (16384, 3072, 138412032),
-        (512, 768, 0),  # short columns are summed within a block
-    ],
-)
-def test_a_bias_gradient_is_summed_through_a_buffer(rows, columns, n_bytes):
-    assert asked(aten.sum.dim_IntList, (meta(rows, columns), [0], True)) == [n_bytes]
-
-
-def test_other_sums_borrow_nothing():
-    assert asked(aten.sum.dim_IntList, (meta(4096, 768), [1], True)) == []
-
-
-@pytest.mark.parametrize(("n", "n_bytes"), [(2048, 0), (4096, 13839360), (16384, 55363584)])
-def test_an_embeddings_gradient_is_summed_in_parts(n, n_bytes):
+def embedding(n: int) -> tuple:
     ids = meta(1, n, dtype=torch.int64)
-    assert asked(
-        aten.embedding_dense_backward.default, (meta(1, n, 768), ids, 50257, -1, False)
-    ) == [n_bytes]
+    return aten.embedding_dense_backward.default, (meta(1, n, 768), ids, 50257, -1, False)
 
 
-def test_attentions_backward_sums_in_float32():
-    q = meta(4, HEADS, 1024, WIDTH)
-    efficient = aten._scaled_dot_product_efficient_attention_backward.default
-    assert asked(efficient, (q, q)) == [12582912, 12595200]
-    q16 = meta(16, HEADS, 1024, WIDTH, dtype=torch.bfloat16)
-    flash = aten._scaled_dot_product_flash_attention_backward.default
-    assert asked(flash, (q16, q16)) == [786432 + 50331648]
+Q, Q16 = meta(4, 12, 1024, 64), meta(16, 12, 1024, 64, dtype=torch.bfloat16)
+WEIGHTS = meta(8, 4, 768, 768, dtype=torch.bfloat16)
+ASKED = [
+    (column_sums(2048, 768), [12582912]),
+    (column_sums(2048, 3072), [50331648]),
+    (column_sums(4096, 768), [25165824]),
+    (column_sums(4096, 3072), [100663296]),
+    (column_sums(16384, 2304), [139198464]),
+    (column_sums(16384, 3072), [138412032]),
+    (column_sums(512, 768), [0]),  # short columns are summed within a block
+    ((aten.sum.dim_IntList, (meta(4096, 768), [1], True)), []),
+    (embedding(2048), [0]),
+    (embedding(4096), [13839360]),
+    (embedding(16384), [55363584]),
+    (
+        (aten._scaled_dot_product_efficient_attention_backward.default, (Q, Q)),
+        [12582912, 12595200],
+    ),
+    (
+        (aten._scaled_dot_product_flash_attention_backward.default, (Q16, Q16)),
+        [786432 + 50331648],
+    ),
+    ((aten._softmax_backward_data.default, (WEIGHTS, WEIGHTS, -1, torch.bfloat16)), [37748736]),
+]
 
 
-def test_the_backward_pass_of_a_softmax_makes_a_product_first():
-    weights = meta(8, 4, 768, 768, dtype=torch.bfloat16)
-    softmax = aten._softmax_backward_data.default
-    assert asked(softmax, (weights, weights, -1, torch.bfloat16)) == [37748736]
+@pytest.mark.parametrize(("call", "n_bytes"), ASKED)
+def test_kernels_borrow_what_was_read_off_the_allocator(call, n_bytes):
+    assert [rule(*numbers) for rule, numbers in borrowed(*call, CARDS["h200"].gpu)] == n_bytes
 
 
 def test_dropouts_mask_is_requested_before_its_result():

@@ -14,10 +14,9 @@ from labutils.config.card import CARDS
 from labutils.prediction import calibrate
 from labutils.prediction.calibrate import Measured
 from labutils.prediction.gpu_time import KERNEL_SECONDS, GpuTime
-from labutils.prediction.module import traced_module
 from labutils.prediction.published import config_of_row, published
 from labutils.prediction.time import LAUNCHES, MEMORY, PRODUCTS, predict_time
-from labutils.prediction.trace import Traces
+from labutils.prediction.trace import trace_config, traced_module
 from labutils.prediction.work import PRODUCT, Work
 from labutils.techniques.loss import lm_loss_sum
 
@@ -43,7 +42,7 @@ def test_flops_are_those_that_torch_counts_in_a_real_step():
     ids = torch.randint(0, 2048, (config.micro_batch_size, config.seq_len))
     with FlopCounterMode(display=False) as counter:
         lm_loss_sum(model, {"input_ids": ids, "labels": ids}).backward()
-    trace = Traces(config, None).at(config.micro_batch_size, 1)
+    trace = trace_config(config, None)
     assert sum(work.flops for work in works_of(trace)) == counter.get_total_flops()
 
 

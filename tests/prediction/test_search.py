@@ -1,0 +1,268 @@
+"""What would fit: changes to a config, and the largest sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import labutils as lab
+from labutils.cli import main
+from labutils.config.card import CARDS, CONTEXT_GIB
+from labutils.config.schema import ConfigError
+from labutils.machine import SMALLEST_GIB
+from labutils.prediction import search
+from labutils.prediction.memory import needed_gib, predict_memory, with_more_sequences
+from labutils.prediction.search import Plan, advise, fit, plans_that_fit, suggest_changes
+from labutils.prediction.time import predict_time
+from labutils.prediction.trace import with_shape
+from labutils.training import runs as training_runs
+from tests.helpers import CPU, REPO, predicted_on, slow
+
+GIB = 2**30
+SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048}
+SHORT = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 32, "activation": "gelu_tanh"}
+NAMES = sorted(
+    path.name.removesuffix("_config.yaml") for path in REPO.glob("configs/*_config.yaml")
+)
+
+
+@pytest.fixture(scope="module")
+def config() -> lab.Config:
+    return lab.load_config("fp32", **SMALL)
+
+
+def budget_of(config: lab.Config, share: float) -> float:
+    """Return GiB of a card with this share of the memory that a config needs."""
+    return CONTEXT_GIB + share * (needed_gib(predict_memory(config)) - CONTEXT_GIB)
+
+
+def test_nothing_is_changed_where_the_config_fits(config):
+    assert fit(config, needed_gib(predict_memory(config)) + 0.001).changes == {}
+
+
+@pytest.mark.parametrize("share", [0.999, 0.6, 0.35])
+def test_a_plan_fits_keeps_the_tokens_per_step_and_has_no_change_too_many(config, share):
+    budget = budget_of(config, share)
+    plan = fit(config, budget)
+    assert plan.fits(budget) and plan.changes
+    assert plan.resolved.tokens_per_step == config.tokens_per_step
+    changed = config.model_copy(update=plan.changes)
+    assert predict_memory(changed).phases == plan.prediction.ledger.phases
+    assert plan.step_ms == pytest.approx(predict_time(changed).step_ms)
+    assert plan.time_cost == pytest.approx(plan.step_ms / predict_time(config).step_ms - 1)
+    for key in plan.changes:  # each is needed to fit, or to be as fast
+        fewer = {other: value for other, value in plan.changes.items() if other != key}
+        without = plan.original.changed(fewer)
+        assert not without.fits(budget) or without.step_ms > plan.step_ms, without.name
+    if share > 0.9:  # where little is missing no change costs time
+        assert plan.time_cost <= 0
+        assert not {"gradient_checkpointing", "optimizer", "micro_batch_size"} & set(plan.changes)
+
+
+def test_the_quicker_of_two_ways_is_taken(config):
+    ways = list(plans_that_fit(config, budget_of(config, 0.5)))
+    assert ["gradient_checkpointing" in plan.changes for plan in ways] == [False, True]
+    assert ways[0].step_ms < ways[1].step_ms
+
+
+def test_where_nothing_fits_the_smallest_need_is_told(config):
+    plan = fit(config, CONTEXT_GIB)
+    assert not plan.fits(CONTEXT_GIB)
+    assert {"gradient_checkpointing", "micro_batch_size"} <= set(plan.changes)
+    assert plan.fits(plan.needed_gib + 1e-6)
+
+
+def test_what_changes_the_learning_comes_last_and_a_step_in_backward_where_nothing_is_clipped():
+    def recipes(card: str, **changes) -> list[dict]:
+        return list(search._recipes(lab.load_config("fp32", **SMALL | changes), CARDS[card]))
+
+    tried = recipes("a100", max_grad_norm=0.0)
+    learning = {"optimizer", "optimizer_in_backward"}
+    assert [len(learning & recipe.keys()) for recipe in tried] == [0, 0, 0, 1, 2]
+    assert [recipe.get("precision") for recipe in tried] == ["bf16", None, *["pure_bf16"] * 3]
+    assert {recipe.get("precision") for recipe in recipes("t4")} == {None, "fp16"}
+    assert not any(learning & recipe.keys() for recipe in recipes("t4", optimizer="sgd"))
+    with pytest.raises(ConfigError, match="optimizer_in_backward"):  # nor where it accumulates
+        accumulates = lab.load_config("fp32", **SMALL | {"tokens_per_step": 4096})
+        Plan(accumulates, CARDS["a100"]).changed(tried[-1]).fits(80)
+
+
+@slow
+def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
+    shape = {"seq_len": 1024, "micro_batch_size": 1, "tokens_per_step": 1024}
+    model = {"model": "gpt2-xl", "dropout": 0.0, "max_grad_norm": 0.0}
+    plan = lab.fit(lab.load_config("fp32", **shape, **model), 7.6, "rtx4060")
+    assert plan.fits(7.6)
+    assert {"optimizer", "optimizer_in_backward", "gradient_checkpointing"} <= set(plan.changes)
+
+
+# ---- Each change alone
+
+
+@pytest.mark.parametrize("device", ["own", pytest.param("a100", marks=slow)])
+@pytest.mark.parametrize(
+    "name", [n if n == "optimized" else pytest.param(n, marks=slow) for n in NAMES]
+)
+def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name, device):
+    if device == "own":  # on a CPU nothing is left that would help xl
+        device = "rtx4060" if name == "xl" else "cpu"
+    advice = advise(lab.load_config(name), device)
+    first = advice.helpful[0]
+    again = predict_memory(advice.original.resolved.model_copy(update=first.changes), device)
+    assert again.peak_bytes == advice.original.peak_bytes - first.saved_bytes
+    assert first.saved_bytes > 0
+    assert advice.best_three_peak_bytes <= again.peak_bytes
+
+
+def test_what_does_nothing_here_is_said_and_so_is_what_cannot_be():
+    """With one short sequence the peak is what stands; what accumulates cannot update within
+    backward.
+    """
+    advice = advise(lab.load_config("fp32", **SHORT | {"tokens_per_step": 64}), "cpu")
+    assert advice.helpful[0].changes == {"optimizer": "adamw_8bit"}
+    assert {"gradient_checkpointing": "block"} in [plan.changes for plan in advice.useless]
+    assert any("optimizer_in_backward" in name for name in advice.impossible)
+    text = str(advice)
+    assert "1. optimizer: adamw_8bit: saves" in text and "moments of 8 bits" in text
+    assert "would do nothing here: " in text and "not possible here: " in text
+
+
+def test_several_together_save_more_than_each_and_leave_out_what_excludes_another():
+    shape = {"seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 512, "max_grad_norm": 0.0}
+    plain = lab.load_config("fp32", **shape, dropout=0.0, activation="gelu_tanh")
+    advice = advise(plain, "cpu")
+    by_name = {plan.name.partition(":")[0]: plan for plan in advice.helpful}
+    assert {"gradient_checkpointing", "micro_batch_size", "loss_chunk_tokens"} <= set(by_name)
+    assert by_name["gradient_checkpointing"].time_cost > 0.1
+    assert advice.best_three_peak_bytes < advice.helpful[0].peak_bytes
+
+
+def test_a_precision_that_is_slow_here_is_not_advised(monkeypatch):
+    monkeypatch.setattr(machine, "cpu_slowdown", lambda dtype: 99.0)
+    advice = advise(lab.load_config("fp32", **SHORT, optimizer="sgd"), "cpu")
+    assert list(advice.impossible) == ["precision: bf16"]
+    assert "takes about 100 times as long" in advice.impossible["precision: bf16"]
+
+
+def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
+    shape = [f"--set={key}={value}" for key, value in SHORT.items()]
+    assert main(["run", "fp32", *shape, "--set=steps=9", "--set=name=mine"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "mine", "--advise", "--device", "cpu"]) == 0
+    from_record = capsys.readouterr().out
+    assert from_record.startswith("mine: predicted peak") and "measured" in from_record
+    assert main(["predict", "fp32", "--advise", "--device", "t4", "--set=precision=tf32"]) == 1
+    assert "use fp16" in capsys.readouterr().err
+
+
+# ---- The largest sizes
+
+
+def test_largest_micro_batch_fits_and_one_more_does_not():
+    shape = {"model": "gpt2-nano", "seq_len": 256}
+    config = lab.load_config("bf16", **shape)
+    budget = CONTEXT_GIB + 0.5
+    size = search.largest_micro_batch(config, budget, limit=64)
+    fits = needed_gib(predict_memory(with_shape(config, size)))
+    does_not = needed_gib(predict_memory(with_shape(config, size + 1)))
+    assert fits <= budget < does_not and size > 3
+    assert search.largest_micro_batch(config, CONTEXT_GIB, limit=3) == 0
+    assert search.largest_micro_batch(config, 80, limit=8) == 8
+
+
+def test_two_and_three_sequences_tell_about_seven_and_about_what_kernels_borrow():
+    # without autocast, which frees its weights in another order each time
+    config = lab.load_config("fp32", model="gpt2-nano", seq_len=512)
+    few, more, seven = (predicted_on("a100", with_shape(config, n)).requests for n in (2, 3, 7))
+    grown = with_more_sequences(few, more, 5)
+    bytes_of = [[(storage.n_bytes, born) for storage, born in each] for each in (grown, seven)]
+    assert bytes_of[0] == bytes_of[1]
+
+
+def test_the_longest_sequence_fits_and_one_unit_more_does_not(monkeypatch):
+    def largest(config, budget_gib, device, limit):
+        assert config.micro_batch_size == limit == 1
+        assert config.tokens_per_step == config.seq_len
+        return int(config.seq_len <= budget_gib)
+
+    monkeypatch.setattr(search, "largest_micro_batch", largest)
+    config = lab.load_config("checkpointing")
+    assert search.longest_sequence(config, 5000) == 4096
+    assert search.longest_sequence(config, 5000, unit=512) == 4608
+    assert search.longest_sequence(config, 100) == 0
+    assert search.longest_sequence(config, 10**6) == 32768
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "model", "size"), [(80, None, 8), (3.7, "gpt2", None), (0.1, "gpt2-nano", 1)]
+)
+def test_a_model_that_does_not_fit_the_card_gives_way_to_a_smaller_one(
+    monkeypatch, free_gib, model, size
+):
+    card = replace(CARDS["rtx4060"], memory_gib=free_gib)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "card_of", lambda device: card)
+    changes = lab.size_that_fits(lab.load_config("checkpointing").on("cuda"))
+    assert changes.get("model") == model
+    assert changes["micro_batch_size"] == (size or changes["micro_batch_size"])
+    assert changes["tokens_per_step"] == 512 * changes["micro_batch_size"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert lab.size_that_fits(lab.load_config("checkpointing").on("cpu")) == {}
+
+
+def test_where_memory_is_short_micro_batches_shrink_and_nothing_else(monkeypatch):
+    plain = lab.fitting("fp32", "bf16")
+    assert plain == [lab.load_config("fp32"), lab.load_config("bf16")]
+    now = needed_gib(predict_memory(plain[0], "cpu"), "cpu")
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 0.7 * now * GIB)
+    fp32, bf16 = (config.on("cpu") for config in lab.fitting("fp32", "bf16", steps=7))
+    assert fp32.micro_batch_size == bf16.micro_batch_size == 2
+    assert fp32.tokens_per_step == plain[0].on("cpu").tokens_per_step and fp32.steps == 7
+    assert needed_gib(predict_memory(fp32, "cpu"), "cpu") <= 0.7 * now
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 2**20)
+    assert lab.fitting("fp32")[0].on("cpu").micro_batch_size == 1
+
+
+def test_the_smallest_gpt2_run_is_what_setup_asks_for():
+    alone = predict_memory(lab.load_config("fp32", micro_batch_size=1), "a100")
+    without_context = needed_gib(alone) - CONTEXT_GIB  # it is there already
+    assert SMALLEST_GIB - 0.2 < without_context <= SMALLEST_GIB
+
+
+# ---- Out of memory
+
+
+def test_ways_out_fit_what_is_free(monkeypatch):
+    config = lab.load_config("fp32", micro_batch_size=8, tokens_per_step=1024)
+    free = 0.7 * needed_gib(predict_memory(config, "cpu"), "cpu")
+    monkeypatch.setattr(machine, "free_bytes", lambda _: free * GIB)
+    answer = suggest_changes(config, CPU)
+    assert answer.startswith(f"{1024 * free:.0f} MiB are free now. Cheapest ways out (predicted): ")
+    assert fit(config, free, "cpu").name in answer
+    assert "precision" not in answer  # 16 bits are slow on most CPUs
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 2**20)
+    assert suggest_changes(config, CPU).startswith("No change fits 1 MiB free; the smallest needs ")
+
+
+def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
+    """The config alone would run in what is free now:
+
+    So something else was alive, or what ran was larger.
+    """
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 4 * GIB)
+    answer = suggest_changes(lab.load_config("fp32"), CPU)
+    assert answer.startswith("Alone fp32 needs ") and "4.00 GiB are free now" in answer
+    assert "fits" not in answer and "Delete what you no longer need" in answer
+
+
+def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
+    """Where memory is overcommitted, nothing would say no: the process would be killed."""
+    # enough, but for fragmentation
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 70 * 2**20)
+    monkeypatch.setattr(training_runs, "train", lambda *_, **__: pytest.fail("it trained"))
+    record = lab.run_experiment(lab.load_config("fp32"), device=CPU, progress=False)
+    assert record.outcome == "out_of_memory"
+    expected = "asked for 75 MiB more, 70 MiB free. 70 MiB are free now. Cheapest ways out"
+    assert record.reason.startswith(expected)
