@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils import machine
 from labutils.cli import main
 from labutils.config.card import CARDS, CONTEXT_GIB
 from labutils.config.schema import ConfigError
