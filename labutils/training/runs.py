@@ -111,6 +111,12 @@ class RunRecord(BaseModel):
         """Tokens trained on."""
         return len(self.series.loss) * self.tokens_per_step
 
+    @property
+    def ending(self) -> str:
+        """How the run ended, and why if it is not completed."""
+        words = self.outcome.replace("_", " ")
+        return words if self.outcome == "completed" else f"{words}: {self.reason}"
+
     def save(self) -> Path:
         """Write `runs/<name>-<id>.json` and return its path.
 
@@ -133,19 +139,14 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
     fits = [path for path in paths if path.stem.endswith(f"-{source}")] or named
     path = fits[-1] if fits else Path(source)
     if not path.is_file():
-        names = [_name(path) for path in reversed(paths)]
-        longer = [name for name in names if name.startswith(f"{source}+")]
-        hint = did_you_mean(source, longer, cutoff=0) or did_you_mean(source, names)
+        hint = did_you_mean(source, map(_name, reversed(paths)), cutoff=0.4)
         problem = f"no run {source!r} in {runs_dir()}.{hint} `{program()} runs` lists them"
         raise RecordError(problem)
     try:
         return RunRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RecordError(
-            f"{path.name} is not a version {RECORD_VERSION} record: {where} {first['msg']}"
-        ) from None
+        problem = f"{path.name} is not a version {RECORD_VERSION} record"
+        raise RecordError(f"{problem}: {error.errors()[0]['msg']}") from None
 
 
 def _name(path: Path) -> str:
@@ -389,7 +390,7 @@ def _save(record: RunRecord, saver: Saver, progress: bool) -> None:
     if record.outcome == "completed":
         saver.path.unlink(missing_ok=True)
     else:
-        print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
+        print(f"{record.name}: {record.ending}")
         if saver.done and record.outcome != "non_finite":  # which would come again
             state = f"the state after step {saver.done} is saved"
             print(f"{record.name}: {state}; the same command with --resume continues it")
@@ -488,18 +489,13 @@ def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
         row = {key: record.config.get(key) for key in differing}
         if "steps" in row:
             row["steps"] = len(record.series.loss) or None  # run, not planned
-        row |= dict.fromkeys(DIGITS, math.nan)
-        if record.timing:
-            row["step_ms"] = record.timing.median_step_ms
-            row["tokens_per_s"] = record.timing.tokens_per_s
-        if record.memory:
-            row["peak_mib"] = record.memory.peak_mib
+        row |= dict.fromkeys(DIGITS, math.nan)  # in this order
+        row["step_ms"] = getattr(record.timing, "median_step_ms", math.nan)
+        row["tokens_per_s"] = getattr(record.timing, "tokens_per_s", math.nan)
+        row["peak_mib"] = getattr(record.memory, "peak_mib", math.nan)
         if record.series.loss and tokens >= record.tokens_per_step:
             row["loss"] = record.series.loss[tokens // record.tokens_per_step - 1]
-        row["outcome"] = record.outcome.replace("_", " ")
-        if record.outcome != "completed":
-            row["outcome"] += f": {record.reason}"
-        rows.append(row)
+        rows.append(row | {"outcome": record.ending})
     table = pd.DataFrame(rows, index=pd.Index(labels(records), name="run"))
     table["speedup"] = table.step_ms.iloc[0] / table.step_ms
     table["saving_percent"] = 100 * (1 - table.peak_mib / table.peak_mib.iloc[0])
@@ -542,10 +538,8 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
     for name, values in _differing(facts).items():
         different = ", ".join(sorted(set(values)))
         notes.append(f"Unequal {name}: {different}. Compare these rows with care.")
-    shorter = dict.fromkeys(record.name for record in records if record.tokens == tokens)
+    shortest = dict.fromkeys(record.name for record in records if record.tokens == tokens)
     if any(record.tokens > tokens for record in records):
-        notes.append(
-            f"`loss` is after {tokens} tokens, where the shortest runs ({', '.join(shorter)}) "
-            "ended."
-        )
+        ended = f"where the shortest runs ({', '.join(shortest)}) ended."
+        notes.append(f"`loss` is after {tokens} tokens, {ended}")
     return notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,6 @@ from tqdm import tqdm
 from labutils.config.choices import PRECISIONS
 from labutils.machine import here
 from labutils.techniques.loss import LossFn, count_targets
-from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
 from labutils.techniques.step import take_step
 from labutils.training.accelerated import Replicas
@@ -76,20 +76,12 @@ def train(
 
     Raises KeyboardInterrupt at the end of the step in which Ctrl-C or SIGTERM comes, and
     FloatingPointError after several non-finite losses in a row. Whatever is raised, a `series` that
-    the caller gives has the steps so far. Raises PrecisionUnsupported before any work, and
-    ValueError if an `OptimizerInBackward` meets what needs all gradients at once.
+    the caller gives has the steps so far. Raises PrecisionUnsupported before any work.
     """
     device = next(model.parameters()).device
     here.card(device).require(precision)
     scaler = scaler or grad_scaler(precision, device)
     replicas = Replicas(model, loss_fn, optimizer)
-    if isinstance(optimizer, OptimizerInBackward):
-        changes_gradients = max_grad_norm > 0 or scaler.is_enabled()
-        if changes_gradients or grad_accum_steps > 1 or replicas.size > 1:
-            raise ValueError(
-                "a step inside backward allows no accumulation, clipping, loss scale or second "
-                "process"
-            )
     optimizer = replicas.optimizer
 
     def loss_on_device(_: nn.Module, micro_batch: Any) -> torch.Tensor:
@@ -103,7 +95,7 @@ def train(
     stream = itertools.islice(batches, done * grad_accum_steps, None)
     options = {"desc": name, "initial": done, "total": steps, "unit": "step"}
     options |= {"file": sys.stdout, "mininterval": 1}  # notebooks show stderr in red
-    one = torch.ones((), device=device)
+    one, nan = torch.tensor([1.0, math.nan], device=device)
     scale = scaler.scale(one)
     model.train()
     try:
@@ -132,10 +124,11 @@ def train(
                     max_grad_norm=max_grad_norm,
                     mean_loss=mean_loss,
                 )
-                scales = scale, scaler.scale(one)
-                scale = scales[1]
-                rate = optimizer.param_groups[0]["lr"]
-                log.add(begin, rate, replicas.mean(mean_loss), grad_norm, scales)
+                next_scale = scaler.scale(one)
+                norm = nan if grad_norm is None else grad_norm
+                log.add(begin, replicas.mean(mean_loss), norm, scale, next_scale)
+                series.learning_rate.append(optimizer.param_groups[0]["lr"])
+                scale = next_scale
                 is_last = step + 1 == steps
                 saves = saver.due(step + 1, bool(signals))
                 # Several processes must read, and so stop, at the same step.
@@ -208,7 +201,8 @@ class StepLog:
 
     def __init__(self, series: Series, device: torch.device) -> None:
         self.series, self.cuda = series, device.type == "cuda"
-        self.pending: list[tuple[Any, Any, float, torch.Tensor]] = []
+        self.rows: list[torch.Tensor] = []  # of steps that are not read yet
+        self.marks: list[tuple[Any, Any]] = []  # where they begin and end
         self.last_read = time.monotonic()
 
     def mark(self) -> Any:
@@ -219,40 +213,27 @@ class StepLog:
         event.record()
         return event
 
-    def add(
-        self,
-        begin: Any,
-        learning_rate: float,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor | None,  # None where clipping is off
-        scales: tuple[torch.Tensor, torch.Tensor],  # before the step and after it
-    ) -> None:
-        """Note a step that ends now."""
-        end = self.mark()
-        if grad_norm is None:
-            grad_norm = torch.full_like(loss, math.nan)
-        row = torch.stack([number.float() for number in (loss, grad_norm, *scales)])
-        self.pending.append((begin, end, learning_rate, row))
+    def add(self, begin: Any, *numbers: torch.Tensor) -> None:
+        """Note a step that ends now: its loss, gradient norm, and the scale before and after it."""
+        self.marks.append((begin, self.mark()))
+        self.rows.append(torch.stack([number.float() for number in numbers]))
 
     def due(self) -> bool:
         return not self.cuda or time.monotonic() - self.last_read > 1
 
     def read(self) -> float:
         """Fetch what is pending (this waits for the device) and return the last loss."""
-        series, rows = self.series, []
-        if self.pending:
-            rows = torch.stack([row for *_, row in self.pending]).tolist()
-        for (begin, end, learning_rate, _), row in zip(self.pending, rows, strict=True):
-            loss, grad_norm, scale, next_scale = row
-            series.loss.append(loss)
-            series.grad_norm.append(grad_norm)
-            series.learning_rate.append(learning_rate)
-            series.loss_scale.append(scale)
-            series.skipped.append(next_scale < scale)
+        series = self.series
+        if self.rows:
+            losses, grad_norms, scales, next_scales = torch.stack(self.rows, dim=1).tolist()
+            series.loss.extend(losses)
+            series.grad_norm.extend(grad_norms)
+            series.loss_scale.extend(scales)
+            series.skipped.extend(map(operator.lt, next_scales, scales))
+        for begin, end in self.marks:
             ms = begin.elapsed_time(end) if self.cuda else 1000 * (end - begin)
             series.step_ms.append(ms)
-        self.pending = []
-        self.last_read = time.monotonic()
+        self.rows, self.marks, self.last_read = [], [], time.monotonic()
         return series.loss[-1] if series.loss else math.nan
 
     def state_dict(self) -> dict[str, list]:
