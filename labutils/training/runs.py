@@ -239,7 +239,7 @@ def run_config(
     except (KeyboardInterrupt, FloatingPointError, RuntimeError, MemoryError) as error:
         record.outcome, reason = _outcome_of(error)
         n_done = len(record.series.loss)
-        record.reason = f"{reason} after {n_done} of {run.steps} steps" if n_done else reason
+        record.reason = f"after {n_done} of {run.steps} steps: {reason}" if n_done else reason
     free_memory()
     if record.outcome == "out_of_memory":
         # here: in the handler the traceback still keeps tensors alive

@@ -205,7 +205,7 @@ def test_what_ends_a_run_keeps_its_record(outcome, place, monkeypatch):
     monkeypatch.setattr(data, "batches", few)
     record = run()
     assert (record.outcome, len(record.series.loss), record.memory) == (outcome, n_done, None)
-    assert record.reason.startswith(f"{reason} after {n_done} of 3 steps")
+    assert record.reason.startswith(f"after {n_done} of 3 steps: {reason}")
     assert record.timing and load_record(record.id) == record
 
 
