@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -74,31 +71,6 @@ def test_a_continued_run_is_bit_identical(runs, monkeypatch, changes):
     assert not list(runs.glob("*.state"))
     if changes.get("precision") == "fp16":
         assert any(whole.series.skipped) and len(set(whole.series.loss_scale)) > 2
-
-
-def train_slowly(folder: str) -> None:
-    os.environ["LABUTILS_RUNS"] = folder
-
-    def slow(step, **schedule):
-        time.sleep(0.05)
-        return learning_rate_at(step, **schedule)
-
-    module.learning_rate_at = slow
-    start()
-
-
-def test_a_killed_run_continues(runs):
-    whole = start()
-    child = multiprocessing.get_context("spawn").Process(target=train_slowly, args=(str(runs),))
-    child.start()
-    deadline = time.monotonic() + 120
-    while not list(runs.glob("*.state")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    child.kill()
-    child.join()
-    continued = start(resume=True)
-    assert continued.environment["resumed"].startswith("after step ")
-    assert continued.series.loss == whole.series.loss
 
 
 def test_a_run_with_nan_keeps_its_last_good_state(runs, monkeypatch):

@@ -122,22 +122,21 @@ def test_slow_precision_runs_fewer_steps_and_the_record_says_so(monkeypatch):
 
 def test_a_run_saves_what_it_was_and_what_it_gave(runs):
     record = run(steps=6, save_every=4)
-    loaded = load_record(runs / f"tiny-{record.id}.json")
+    assert load_record(runs / f"tiny-{record.id}.json") == record
     assert not list(runs.glob("*.state"))  # of a completed run
-    assert loaded == record
-    assert (loaded.config["steps"], loaded.config["model"]) == (6, "gpt2-nano")
-    series = loaded.series
+    assert (record.config["steps"], record.config["model"]) == (6, "gpt2-nano")
+    series, timing = record.series, record.timing
     assert len(series.loss) == len(series.grad_norm) == len(series.step_ms) == 6
-    assert series.held_out[-1][0] == 6 and loaded.memory.peak_bytes > 16e6
-    assert 0 < loaded.epochs < 1
-    assert {"device", "torch", "transformers", "python", "commit"} <= set(loaded.environment)
+    assert series.held_out[-1][0] == 6 and record.memory.peak_bytes > 16e6
+    assert 0 < record.epochs < 1
+    assert {"device", "torch", "transformers", "python", "commit"} <= record.environment.keys()
     timed = sorted(series.step_ms[2:])  # the first two are left out
-    assert loaded.timing.median_step_ms == pytest.approx((timed[1] + timed[2]) / 2)
-    assert loaded.timing.tokens_per_s == pytest.approx(64 / loaded.timing.median_step_ms * 1000)
+    assert timing.median_step_ms == pytest.approx((timed[1] + timed[2]) / 2)
+    assert timing.tokens_per_s == pytest.approx(64 / timing.median_step_ms * 1000)
+    rate, timing_from = module.peak_rate("fp32", CPU)
     per_token = module.flops_per_token(lab.build_model("gpt2-nano"), 16)
-    rate, source = module.peak_rate("fp32", CPU)
-    assert loaded.timing.mfu == pytest.approx(per_token * loaded.timing.tokens_per_s / rate)
-    assert loaded.timing.mfu_denominator == source
+    assert timing.mfu == pytest.approx(per_token * timing.tokens_per_s / rate)
+    assert timing.mfu_denominator == timing_from
 
 
 def test_an_equal_run_is_reused_and_says_so_and_rerun_forces(runs, monkeypatch, capsys):
@@ -165,8 +164,9 @@ def test_a_different_run_is_not_reused_and_gives_other_losses(change):
 
 
 def test_a_precision_that_the_device_lacks_is_a_row_with_its_reason():
-    table = lab.compare(lab.run_experiments(["fp32", "tf32"], progress=False))
-    assert table.loc["fp32", "outcome"] == "completed"
+    configs = lab.load_config("fp32", **TINY), "tf32"
+    table = lab.compare(lab.run_experiments(configs, progress=False))
+    assert table.loc["tiny", "outcome"] == "completed"
     assert table.loc["tf32", "outcome"].startswith("unsupported: TF32")
     assert module.readable(table).loc["tf32", "step_ms"] == "–"
 
@@ -270,16 +270,13 @@ def test_a_record_survives_its_file_with_inf_and_nan_and_is_not_overwritten(runs
         saved.save()
 
 
-@pytest.mark.parametrize("end", ["os._exit(9)", "open('/no/where')"], ids=["killed", "fails"])
-def test_a_writer_that_does_not_end_leaves_the_old_file(end, tmp_path):
+def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
     target = tmp_path / "x.json"
     write_atomically(target, b"old")
-    code = "import os, labutils.files as files, pathlib\n"
-    code += f"os.fsync = lambda fd: {end}\n"
+    code = "import os, labutils.files as files, pathlib\nos.fsync = lambda fd: os._exit(9)\n"
     code += f"files.write_atomically(pathlib.Path({str(target)!r}), b'new' * 1000)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, stderr=subprocess.PIPE).returncode
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 9
     assert target.read_bytes() == b"old"
-    assert "exit" in end or list(tmp_path.iterdir()) == [target]  # an error leaves nothing behind
 
 
 @pytest.mark.parametrize("content", [b"", b'{"version": 1}', b"\x00\xff"])
@@ -290,17 +287,11 @@ def test_damaged_record_is_a_clear_error_and_hides_no_other(runs, content):
     bad.write_bytes(content)
     with pytest.raises(RecordError, match="is not a version 3 record"):
         load_record(bad)
-    (found,), (damaged,) = lab.find_runs()
-    assert found == good and "bad-2026" in damaged
-
-
-def test_record_is_found_by_name_id_and_path(runs):
-    old, new = record("a"), record("a", id="29990101-000000-0000")
-    paths = [each.save() for each in (old, new)]
-    ids = [load_record(source).id for source in ("a", old.id, paths[0])]
-    assert ids == [new.id, old.id, old.id]
-    with pytest.raises(RecordError, match="no run 'b'"):
-        load_record("b")
+    newer = good.model_copy(update={"id": "29990101-000000-0000"})
+    newer.save()
+    records, (damaged,) = lab.find_runs()
+    assert records == [good, newer] and "bad-2026" in damaged
+    assert (load_record("fp32"), load_record(good.id)) == (newer, good)
 
 
 # ---- Side by side

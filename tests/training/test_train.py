@@ -46,16 +46,15 @@ def test_clipping_acts_on_unscaled_gradients():
 
 
 def test_an_overflow_skips_the_step_and_halves_the_scale():
-    model = two_layers()
+    model, [small, other] = two_layers(), regression_batches(2)
     before = flat(model)
-    [small, other] = regression_batches(2)
     huge = {key: value * 1e4 for key, value in small.items()}
     options = {"precision": "fp16", "scaler": grad_scaler("fp16", CPU, init_scale=2.0**16)}
-    series = train(model, [huge], max_grad_norm=1.0, **options)
+    series = train(model, [huge, huge], steps=2, max_grad_norm=1.0, **options)
     assert torch.equal(flat(model), before)
-    assert (series.skipped, options["scaler"].get_scale()) == ([True], 2.0**15)
-    series = train(model, [huge, other], steps=2, **options)
-    assert (series.skipped, series.loss_scale) == ([True, False], [2.0**15, 2.0**14])
+    series = train(model, [huge, other], steps=2, series=series, **options)
+    assert series.skipped == [True, True, True, False]
+    assert series.loss_scale == [2.0**16, 2.0**15, 2.0**14, 2.0**13]
 
 
 def test_losses_that_stay_non_finite_stop_the_training_and_leave_the_series():
@@ -157,18 +156,6 @@ def test_schedule_warms_up_then_falls_to_a_tenth():
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)
     config = lab.load_config("fp32", **options, lr_warmup_steps=0, lr_schedule="constant")
     assert {rate_of(step, config) for step in range(100)} == {1.0}
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_optimizer_implementations_agree(optimizer):
-    weights = []
-    for implementation in ("fused", "foreach"):
-        values = {"optimizer": optimizer, "optimizer_impl": implementation, "learning_rate": 0.01}
-        model = two_layers()
-        chosen = build_optimizer(model, lab.load_config("fp32", **values))
-        train(model, regression_batches(5), steps=5, optimizer=chosen)
-        weights.append(flat(model))
-    assert torch.allclose(*weights, atol=1e-6)
 
 
 def test_weight_decay_spares_biases():
