@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from labutils.prediction.replay import STEPS
 
 from labutils import machine
 from labutils.config.choices import MODELS
@@ -27,7 +28,7 @@ from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
-from labutils.prediction.memory import STEPS
+from labutils.memory.errors import is_out_of_memory
 from labutils.techniques import precision
 from labutils.training.train import train
 from labutils.workload.build import build_loss, build_optimizer, float32_model
@@ -55,9 +56,12 @@ class Trials:
         if torch.cuda.memory_reserved():
             raise RuntimeError(f"{torch.cuda.memory_reserved()} bytes are reserved before the run")
         with expandable_segments(expandable, CUDA), memory_limit(cap_bytes / 2**30, CUDA):
+            completed = True
             try:
-                completed = self._train()
-            except torch.OutOfMemoryError:
+                self._train()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 completed = False
             statistics = torch.cuda.memory_stats()
             for tensor, weights in zip(self._tensors(), self.weights, strict=True):
@@ -67,10 +71,10 @@ class Trials:
             free_memory()
         return statistics if completed else None
 
-    def _train(self) -> bool:
+    def _train(self) -> None:
         c = self.config
         model = self.model.to(CUDA, torch.bfloat16 if c.precision == "pure_bf16" else torch.float32)
-        record = train(
+        train(
             model,
             self._batches(),
             build_loss(c, CUDA, c.grad_accum_steps > 1),
@@ -82,7 +86,6 @@ class Trials:
             max_grad_norm=c.max_grad_norm,
             progress=False,
         )
-        return record.outcome != "out_of_memory"
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
         vocab = MODELS[self.config.model].vocabulary

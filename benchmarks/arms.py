@@ -132,7 +132,7 @@ def ours(config: Config, stream: Iterator[Batch], device: torch.device) -> Resul
     scaler = precision.grad_scaler(
         config.precision, device, config.init_scale, config.growth_interval
     )
-    record = train(
+    series = train(
         model,
         stream,
         loss_fn,
@@ -143,7 +143,7 @@ def ours(config: Config, stream: Iterator[Batch], device: torch.device) -> Resul
         max_grad_norm=config.max_grad_norm,
         progress=False,
     )
-    return record.series.loss, getattr(loss_fn, "report", "")
+    return series.loss, getattr(loss_fn, "report", "")
 
 
 ARMS = {arm.__name__: arm for arm in (tutorial, corrected, plain, plain_compiled, ours)}

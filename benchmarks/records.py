@@ -2,9 +2,9 @@
 
 Each is a CSV in labutils/reference/, below lines that say what it was made with.
 
-convergence: four arms with ten seeds each, and the batch of 32 at once, on the same tokens: about
-twenty minutes on one thread of a CPU. rates: batches of 8 and of 32 at every rate of
-`convergence.RATES`, with seed 0. Held-out losses are on all held-out text.
+convergence: the arms of `labutils.training.convergence` with ten seeds each, on the same tokens:
+about twenty minutes on one thread of a CPU. rates: batches of 8 and of 32 at every rate of
+LEARNING_RATES, with seed 0. Held-out losses are on all held-out text.
 stability: six arms at three rates with ten seeds each, a decaying rate and torch's own growth
 interval: half an hour to three hours on one thread, most of them in FP16. Each of its runs is kept
 in runs/ when it ends, so it continues where it was stopped.
@@ -18,6 +18,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,11 +33,11 @@ from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir
 from labutils.machine import choose_device
 from labutils.training import convergence
 from labutils.training.runs import rate_of
-from labutils.training.train import Training, train
-from labutils.workload.build import build_workload
-from labutils.workload.data import build_data
+from labutils.training.train import Series, train
+from labutils.workload.build import build_corpus, build_data, build_workload
 
 SEEDS, TOKENS, EVERY_TOKENS = 10, 98_304, 8_192
+LEARNING_RATES = (3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)
 FILES = {"convergence": "convergence", "rates": "convergence_rates", "stability": "stability"}
 RULES = {
     "convergence": "rate times the square root of (batch / 8); constant after 2048 tokens",
@@ -69,18 +70,17 @@ def plan_of(what: str, seeds: int) -> list[tuple[str, int, dict[str, object]]]:
     All arms, or, for `rates`, two batches at every rate.
     """
     if what == "rates":
-        pairs = itertools.product(("batch_8", "batch_32"), convergence.RATES)
+        pairs = itertools.product(("batch_8", "batch_32"), LEARNING_RATES)
         return [(arm, 0, {"learning_rate": rate}) for arm, rate in pairs]
-    arms = [*convergence.ARMS, convergence.IDENTICAL[1]]
-    return [(arm, seed, {}) for seed, arm in itertools.product(range(seeds), arms)]
+    return [(arm, seed, {}) for seed, arm in itertools.product(range(seeds), convergence.ARMS)]
 
 
-def held_out_rows(config: Config, training: Training) -> list[dict[str, object]]:
+def held_out_rows(config: Config, series: Series) -> list[dict[str, object]]:
     """Return a row for each held-out loss of a run."""
     arm = {"arm": config.name, "sequences": config.tokens_per_step // convergence.SEQ_LEN}
     arm |= {"learning_rate": round(config.learning_rate, 6), "seed": config.seed}
     rows = []
-    for steps, loss in training.held_out:
+    for steps, loss in series.held_out:
         tokens = steps * config.tokens_per_step
         rows.append(arm | {"tokens": tokens, "held_out_loss": round(loss, 5)})
     return rows
@@ -92,9 +92,9 @@ def convergence_text(what: str, options: argparse.Namespace) -> str:
     for arm, seed, changes in tqdm(plan_of(what, options.seeds), file=sys.stderr, unit="run"):
         config = convergence.config_of(arm, seed, options.tokens, **changes)
         changes["eval_every"] = options.every_tokens // config.tokens_per_step
-        training = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
-        rows += held_out_rows(config, training)
-    corpus = build_data(convergence.config_of(convergence.SMALL, 0, TOKENS).on("cpu")).corpus
+        series = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
+        rows += held_out_rows(config, series)
+    corpus = build_corpus(convergence.config_of("batch_8", 0, TOKENS).on("cpu"))
     batches = convergence.held_out_batches(corpus)
     n_sequences = sum(len(batch["labels"]) for batch in batches)
     facts = facts_of(what, corpus.digest) | {"rule": RULES[what]}
@@ -129,9 +129,11 @@ def stability_rows(rate: str, arm: str, seed: int, steps: int) -> pd.DataFrame:
             work.model.half()  # AdamW keeps these parameters; their moments are FP16, too
         options = {"steps": steps, "precision": config.precision, "scaler": work.scaler}
         options |= {"max_grad_norm": config.max_grad_norm, "learning_rate_at": rate_of(config)}
-        options["progress"] = False
-        record = train(work.model, work.data.batches, work.loss_fn, work.optimizer, **options)
-        rows = windows(record.series.loss, record.series.skipped, steps)
+        series = Series()
+        options |= {"progress": False, "series": series}
+        with suppress(FloatingPointError):  # a run that diverges ends early
+            train(work.model, work.data.batches, work.loss_fn, work.optimizer, **options)
+        rows = windows(series.loss, series.skipped, steps)
         rows = rows.assign(rate=rate, arm=arm, seed=seed)[COLUMNS]
         write_atomically(path, text_of({}, rows.round({"loss": 4})).encode())
     return pd.read_csv(path)

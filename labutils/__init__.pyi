@@ -63,6 +63,7 @@ from .techniques.precision import autocast as autocast
 from .techniques.precision import tf32 as tf32
 from .training import convergence as convergence
 from .training import profiles as profiles
+from .training.convergence import read_record as read_record
 from .training.gradients import compare_gradients as compare_gradients
 from .training.gradients import window_gradient as window_gradient
 from .training.noise import alternate as alternate
@@ -71,9 +72,8 @@ from .training.noise import paired_ratio as paired_ratio
 from .training.noise import product_speeds as product_speeds
 from .training.processes import in_processes as in_processes
 from .training.processes import write_worker as write_worker
-from .training.records import compare as compare
-from .training.records import find_runs as find_runs
-from .training.records import readable as readable
+from .training.runs import compare as compare
+from .training.runs import find_runs as find_runs
 from .training.train import evaluate as evaluate
 from .training.train import to_device as to_device
 from .training.train import train as train

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from labutils.config.card import Card
     from labutils.config.schema import Config
-    from labutils.training.records import RunRecord
+    from labutils.training.runs import RunRecord
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
 ALLOCATOR = "reserved_bytes", "reserved_expandable_bytes", "needed_expandable_bytes"
@@ -127,7 +127,6 @@ def run(
 
     experiment = load_config(config, **parse_overrides(pairs))
     from labutils.session import run_experiment, setup
-    from labutils.training.runs import NOT_SAVED
 
     if int(os.environ.get("RANK", 0)):  # of processes launched together only the first one prints
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
@@ -136,15 +135,13 @@ def run(
     if record.series.loss:
         _print_runs([record])
         _print_mfu([record])
-    if record.reason.startswith(NOT_SAVED):
-        raise typer.Exit(1)
     raise typer.Exit(EXIT_CODES.get(record.outcome, 1))
 
 
 @app.command()
 def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
     """List recorded runs with NAME in theirs (--limit 0: all of them)."""
-    from labutils.training.records import find_runs
+    from labutils.training.runs import find_runs
 
     if runs_dir().exists() and not runs_dir().is_dir():
         problem = f"{runs_dir()} is not a folder; LABUTILS_RUNS names the folder of runs"
@@ -189,8 +186,8 @@ def _row(record: RunRecord) -> dict[str, Any]:
         row["peak MiB"] = f"{record.memory.peak_bytes / 2**20:.1f}"
     if record.series.loss:
         row["loss"] = f"{record.series.loss[-1]:.4f}"
-    if record.held_out:
-        row["held-out"] = f"{record.held_out[-1][1]:.4f}"
+    if record.series.held_out:
+        row["held-out"] = f"{record.series.held_out[-1][1]:.4f}"
     return row | {"note": textwrap.shorten(record.note, 40, placeholder=" …")}
 
 
@@ -233,8 +230,8 @@ def _print_table(table: pd.DataFrame) -> None:
 @app.command()
 def compare(runs: RunNames, csv: Csv = False) -> None:
     """Compare recorded runs; the first is the baseline."""
-    from labutils.training.records import compare as compare_records
-    from labutils.training.records import load_record, readable
+    from labutils.training.runs import compare as compare_records
+    from labutils.training.runs import load_record, readable
 
     records = [load_record(name) for name in runs]
     table = compare_records(records)
@@ -266,7 +263,7 @@ def predict(
     subject = None if is_record else load_config(config, **parse_overrides(pairs))
     from labutils.machine import card_of
     from labutils.prediction.search import advise as advise_on
-    from labutils.training.records import load_record
+    from labutils.training.runs import load_record
 
     if is_record:
         subject = load_record(config)

@@ -20,8 +20,7 @@ from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.prediction.search import require_host_memory, suggest_changes
 from labutils.techniques import compiling
-from labutils.training.records import RunRecord
-from labutils.training.runs import run_config
+from labutils.training.runs import RunRecord, run_config
 
 
 def setup() -> torch.device:
@@ -67,11 +66,10 @@ def run_experiment(
     in runs/, or begins if there is none; on a CPU its losses are bit-identical.
 
     Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out
-    of memory and Ctrl-C are outcomes in the record, and what was allocated is free again. In a
-    notebook KeyboardInterrupt is raised again when the record is saved. Raises
-    OSError before training if runs/ cannot be written; should that fail after it, the record is
-    returned all the same, and says so. Raises StateError if a state is damaged, or belongs to
-    another experiment of that name.
+    of memory, losses that stay inf or NaN, and Ctrl-C are outcomes in the record, and what was
+    allocated is free again. In a notebook KeyboardInterrupt is raised again when the record is
+    saved. Raises OSError, before training where possible, if runs/ cannot be written, and
+    StateError if a state is damaged, or belongs to another experiment of that name.
     """
     return run_config(
         config if isinstance(config, Config) else load_config(config),

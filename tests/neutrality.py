@@ -86,6 +86,8 @@ def trained(name: str, changes: dict[str, Any]) -> Answer:
     config = lab.load_config(name, **FEW_STEPS | changes)
     record = lab.run_experiment(config, progress=False).model_dump(mode="json")
     series = {key: values for key, values in record["series"].items() if key != "step_ms"}
+    # records of version 2 have these losses beside the series
+    record["held_out"] = series.pop("held_out", record.get("held_out"))
     kept = ("name", "outcome", "held_out", "epochs", "tokens_per_step", "corpus")
     # autocast frees its cast weights in an order that differs each time: the timeline shows it, the
     # peaks do not

@@ -16,7 +16,7 @@ import torch
 from labutils.cli import main
 from labutils.config import reader
 from labutils.files import REFERENCE_DIR
-from labutils.training.records import RunRecord, load_record
+from labutils.training.runs import RunRecord, load_record
 from tests.helpers import REPO, TINY
 
 SMALL = [f"--set={key}={value}" for key, value in TINY.items()] + ["--set=name=fp32"]

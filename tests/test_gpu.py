@@ -23,7 +23,7 @@ from labutils.prediction import calibrate
 from labutils.prediction.allocator import CachingAllocator, Settings
 from labutils.prediction.memory import replayed, smallest_limit
 from labutils.techniques import adapters, precision
-from labutils.training.records import RunRecord, load_record
+from labutils.training.runs import RunRecord, load_record
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import REPO, predicted_on
@@ -303,12 +303,12 @@ def test_no_host_synchronisation_per_step(monkeypatch):
 
     # one step more than there are batches, so that the guard is lifted before the losses are read
     try:
-        record = lab.train(
+        series = lab.train(
             model, guarded(), lab.lm_loss_sum, optimizer, steps=7, max_grad_norm=1.0, progress=False
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(record.series.loss) == 6
+    assert len(series.loss) == 6
 
 
 def test_out_of_memory_is_an_outcome_and_memory_comes_back(runs):

@@ -34,8 +34,8 @@ def data() -> dict[str, object]:
 
     A list has a number after each of `steps`; a loss that is not finite is None.
     """
-    record = read_record("stability")
-    facts, rows = record.facts, record.losses
+    rows = read_record("stability")
+    facts = rows.attrs
     loss: dict[str, dict[str, list]] = {}
     skipped: dict[str, dict[str, list]] = {}
     for (rate, arm), found in rows.groupby(["rate", "arm"]):
@@ -59,7 +59,7 @@ def data() -> dict[str, object]:
 
 def still(base: str, other: str, rate: str) -> Axes:
     """Return an axis: the paired differences of `other` and `base` over the steps."""
-    rows = read_record("stability").losses
+    rows = read_record("stability")
     table = rows[rows.rate == rate].pivot(index="step", columns=["arm", "seed"], values="loss")
     gaps = (table[other] - table[base]).T.to_dict("list")
     pair = [table[arm].iloc[-1].tolist() for arm in (base, other)]

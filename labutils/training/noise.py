@@ -7,7 +7,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,7 +17,6 @@ from labutils.config.choices import PRECISIONS
 from labutils.techniques.precision import products_dtype, tf32
 
 CANNOT_TELL = "cannot tell here"
-UNKNOWN = (math.nan, math.nan, math.nan)
 # Student's t for 95 % of both sides, by degrees of freedom from 1 on. Beyond the table its last
 # value is used, which makes the interval a little too wide.
 T_95 = (
@@ -31,9 +31,8 @@ class PairedDifference:
     """How the second numbers of pairs differ from the first, and what can be said of it.
 
     `mean` with its 95 % interval from `low` to `high`: of the differences second - first, or, if
-    `is_ratio`, of the ratios second / first (the mean is then the geometric one). `noise_low` and
-    `noise_high` are the interval of pairs that should be equal, NaN if there were none.
-    `worth_telling` is the smallest difference, or ratio above 1, that somebody would care about.
+    `is_ratio`, of the ratios second / first (the mean is then the geometric one). `noise` is the
+    interval of pairs that should be equal, if there were any.
     `verdict` is "larger", "smaller" (the second's numbers) or CANNOT_TELL.
     """
 
@@ -41,20 +40,16 @@ class PairedDifference:
     low: float
     high: float
     n_pairs: int
-    noise_low: float
-    noise_high: float
-    worth_telling: float
-    is_ratio: bool
+    noise: tuple[float, float] | None
     verdict: str
+    is_ratio: bool = False
 
     def __str__(self) -> str:
-        form = "{:.3g}×" if self.is_ratio else "{:+.3g}"
-        low, high = form.format(self.low), form.format(self.high)
-        text = f"{form.format(self.mean)} (95 % interval {low} to {high}, {self.n_pairs} pairs"
-        if not math.isnan(self.noise_low):
-            noise = form.format(self.noise_low), form.format(self.noise_high)
-            text += f"; equal pairs {noise[0]} to {noise[1]}"
-        return f"{text}): {self.verdict}"
+        form = ("{:.3g}×" if self.is_ratio else "{:+.3g}").format
+        text = f"95 % interval {form(self.low)} to {form(self.high)}, {self.n_pairs} pairs"
+        if self.noise:
+            text += f"; equal pairs {form(self.noise[0])} to {form(self.noise[1])}"
+        return f"{form(self.mean)} ({text}): {self.verdict}"
 
 
 def paired_difference(
@@ -68,11 +63,16 @@ def paired_difference(
 
     Numbers of a pair were measured one after the other, or with the same seed. `identical` are two
     series that should not differ: the same thing measured twice, or, where a run is deterministic,
-    the run and one whose weights were moved by an ulp or two. `worth_telling` is in their unit.
+    the run and one whose weights were moved by an ulp or two. `worth_telling` is the smallest
+    difference that somebody would care about, in their unit.
     A pair with a number that is not finite is left out; `n_pairs` counts the others.
-    Raises ValueError if two series are not equally long, or empty.
+    Raises ValueError if two series are not equally long.
     """
-    return _paired(first, second, identical, worth_telling, is_ratio=False)
+    differences = _differences(first, second)
+    difference = interval(differences)
+    noise = interval(_differences(*identical)) if identical else (0.0, 0.0, 0.0)
+    rule = verdict(difference, noise, worth_telling)
+    return PairedDifference(*difference, len(differences), noise[1:] if identical else None, rule)
 
 
 def paired_ratio(
@@ -87,7 +87,11 @@ def paired_ratio(
     As `paired_difference`, but of logarithms, since a machine slows a step by a factor.
     `worth_telling` is a ratio above 1. Raises ValueError also for a number that is not positive.
     """
-    return _paired(first, second, identical, worth_telling, is_ratio=True)
+    logs = [list(map(math.log, series)) for series in (first, second, *identical)]
+    of_logs = paired_difference(*logs[:2], logs[2:], worth_telling=math.log(worth_telling))
+    mean, low, high = map(math.exp, (of_logs.mean, of_logs.low, of_logs.high))
+    noise = of_logs.noise and tuple(map(math.exp, of_logs.noise))
+    return replace(of_logs, mean=mean, low=low, high=high, noise=noise, is_ratio=True)
 
 
 def verdict(
@@ -99,8 +103,7 @@ def verdict(
     either side since their order means nothing, and the mean must exceed `worth_telling`.
     """
     mean, low, high = difference
-    _, noise_low, noise_high = noise
-    reach = max(abs(noise_low), abs(noise_high))
+    reach = max(abs(noise[1]), abs(noise[2]))
     if low > reach and mean > worth_telling:
         return "larger"
     if high < -reach and -mean > worth_telling:
@@ -112,51 +115,19 @@ def interval(differences: Sequence[float]) -> tuple[float, float, float]:
     """Return (mean, low, high): the mean and its 95 % interval by Student's t.
 
     The interval has the true mean in 95 of 100 cases if the differences are about normal. It is
-    infinite for one difference, since one number says nothing about its spread.
+    infinite below two differences, since one number says nothing about its spread.
     """
-    mean, n = statistics.fmean(differences), len(differences)
-    if n == 1:
+    n = len(differences)
+    mean = statistics.fmean(differences) if n else math.nan
+    if n < 2:
         return mean, -math.inf, math.inf
-    t = T_95[min(n - 1, len(T_95)) - 1]
-    half = t * statistics.stdev(differences) / n**0.5
+    half = T_95[min(n - 1, len(T_95)) - 1] * statistics.stdev(differences) / n**0.5
     return mean, mean - half, mean + half
 
 
-def _paired(
-    first: Sequence[float],
-    second: Sequence[float],
-    identical: Sequence[Sequence[float]],
-    worth_telling: float,
-    is_ratio: bool,
-) -> PairedDifference:
-    differences = _differences(first, second, is_ratio)
-    difference = interval(differences) if differences else UNKNOWN
-    equal_pairs = _differences(*identical, is_ratio) if identical else []
-    noise = interval(equal_pairs) if equal_pairs else UNKNOWN
-    rule = verdict(
-        difference,
-        noise if equal_pairs else (0.0, 0.0, 0.0),
-        math.log(worth_telling) if is_ratio else worth_telling,
-    )
-    numbers = [*difference, *noise[1:]]
-    if is_ratio:
-        numbers = [math.exp(number) for number in numbers]
-    mean, low, high, noise_low, noise_high = numbers
-    return PairedDifference(
-        mean, low, high, len(differences), noise_low, noise_high, worth_telling, is_ratio, rule
-    )
-
-
-def _differences(first: Sequence[float], second: Sequence[float], is_ratio: bool) -> list[float]:
-    if not first or len(first) != len(second):
-        raise ValueError(f"pairs need equally many numbers; got {len(first)} and {len(second)}")
-    if is_ratio and min(*first, *second) <= 0:
-        raise ValueError("a ratio needs positive numbers")
-    differences = []
-    for a, b in zip(first, second, strict=True):
-        if math.isfinite(a) and math.isfinite(b):
-            differences.append(math.log(b / a) if is_ratio else b - a)
-    return differences
+def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    return [difference for difference in differences if math.isfinite(difference)]
 
 
 # ---- Numbers in pairs
@@ -173,36 +144,34 @@ def alternate(
     A pass runs every variant once, in a shuffled order, the same in each call: no variant always
     follows the same one, and none runs twice in a row more often than the others. A round keeps the
     fastest of its passes, since what disturbs a machine makes it slower, never faster. On a CUDA
-    device the end is awaited. The numbers of a round are pairs for `paired_ratio`. Raises
-    ValueError if there is no round, or no pass.
+    device the end is awaited. The numbers of a round are pairs for `paired_ratio`.
     """
-    if rounds < 1 or passes < 1:
-        raise ValueError(f"at least one round of one pass is timed; got {rounds} of {passes}")
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    names, shuffled = list(variants), random.Random(0)
-    for number in range(rounds * passes + 1):
-        shuffled.shuffle(names)
-        for name in names:
-            milliseconds = _timed_ms(variants[name], device)
-            if number:
-                times[name].append(milliseconds)
+    timers = {name: partial(_timed_ms, call, device) for name, call in variants.items()}
+    times = _in_turns(timers, 1 + rounds * passes)
     for name, series in times.items():
-        starts = range(0, len(series), passes)
+        starts = range(1, len(series), passes)
         times[name] = [min(series[start : start + passes]) for start in starts]
     return times
 
 
-def _timed_ms(variant: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+def _in_turns(calls: Mapping[str, Callable[[], float]], times: int) -> dict[str, list[float]]:
+    """Return {name: what its calls give}; each is called so many times, in a shuffled order."""
+    numbers: dict[str, list[float]] = {name: [] for name in calls}
+    names, shuffled = list(calls), random.Random(0)
+    for _ in range(times):
+        shuffled.shuffle(names)
+        for name in names:
+            numbers[name].append(calls[name]())
+    return numbers
+
+
+def _timed_ms(call: Callable[[], object], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else int
+    wait()
     start = time.perf_counter()
-    variant()
-    _wait(device)
+    call()
+    wait()
     return (time.perf_counter() - start) * 1000
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 FASTER_PRODUCT = 1.1  # a product that is 10 % faster makes a step a few percent faster
@@ -219,18 +188,17 @@ def product_speeds(
     """
     n = n or (4096 if device.type == "cuda" else 256)
     usable = [name for name in precisions if machine.support(name, device).ok]
-    rates: dict[str, list[float]] = {name: [] for name in ("base", "again", *usable)}
-    names, shuffled = list(rates), random.Random(0)
-    for _ in range(rounds):
-        shuffled.shuffle(names)
-        for name in names:
-            row = PRECISIONS[name if name in usable else "fp32"]
-            with tf32(row.tf32):
-                rates[name].append(machine.matmul_rate(products_dtype(row.name), device, n))
-    equal_pair = (rates["base"], rates["again"])
-    speeds = {}
+    calls = {name: partial(_product_rate, "fp32", device, n) for name in ("base", "again")}
     for name in usable:
-        speeds[name] = paired_ratio(
-            rates["base"], rates[name], equal_pair, worth_telling=FASTER_PRODUCT
-        )
+        calls[name] = partial(_product_rate, name, device, n)
+    rates = _in_turns(calls, rounds)
+    equal_pair, speeds = (rates["base"], rates["again"]), {}
+    for name in usable:
+        pair = rates["base"], rates[name]
+        speeds[name] = paired_ratio(*pair, equal_pair, worth_telling=FASTER_PRODUCT)
     return speeds
+
+
+def _product_rate(precision: str, device: torch.device, n: int) -> float:
+    with tf32(PRECISIONS[precision].tf32):
+        return machine.matmul_rate(products_dtype(precision), device, n)

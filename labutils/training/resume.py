@@ -14,9 +14,6 @@ import torch
 
 from labutils.files import runs_dir, write_atomically
 from labutils.machine import use_recorded_threads
-from labutils.memory.errors import is_out_of_memory
-
-ASKED = b"\nstops after this step; once more stops at once\n"
 
 
 class StateError(ValueError):
@@ -32,8 +29,7 @@ class Saver:
     """
 
     def __init__(self, name: str, every: int) -> None:
-        self.name, self.every, self.done = name, every, 0
-        self.path = runs_dir() / f"{name}.state"
+        self.path, self.every, self.done = runs_dir() / f"{name}.state", every, 0
         self.identity: dict[str, Any] = {}
         self.state: dict[str, Any] | None = None
 
@@ -45,26 +41,21 @@ class Saver:
         """
         if not self.path.exists():
             return
-        try:
-            # weights_only: no code in a file runs
+        try:  # weights_only: no code in a file runs
             self.state = torch.load(self.path, map_location="cpu", weights_only=True)
-            self.done = self.state["done"]
-            threads = self.state["identity"].get("threads", "")
         except Exception as error:  # whatever a damaged file makes of torch's reader
-            raise self._unreadable(error) from error
-        said = use_recorded_threads(threads)
-        if said:
-            print(f"{self.name}: {said}")
+            raise StateError(f"{self.path.name} cannot be read; delete it ({error})") from error
+        self.done = self.state["done"]
+        if threads := use_recorded_threads(self.state["identity"].get("threads", "")):
+            print(f"{self.path.stem}: {threads}")
 
     def plan(self, identity: dict[str, Any]) -> None:
         """Note what decides the run's results. Raises StateError if the state read is of others."""
         self.identity = identity
-        if self.state is None:
-            return
-        theirs, changed = self.state["identity"], []
-        for key in self.identity | theirs:
-            if self.identity.get(key) != theirs.get(key):
-                changed.append(f"{key} was {theirs.get(key)}, now {self.identity.get(key)}")
+        before, changed = self.state["identity"] if self.state else identity, []
+        for key in identity | before:
+            if identity.get(key) != before.get(key):
+                changed.append(f"{key} was {before.get(key)}, now {identity.get(key)}")
         if changed:
             raise StateError(
                 f"{self.path.name} is of another experiment: {', '.join(changed)}. "
@@ -73,17 +64,13 @@ class Saver:
 
     def restore(self, parts: dict[str, Any]) -> int:
         """Put the state that was read into the parts that `save` gets; return its steps."""
-        if self.state is None:
-            return 0
-        try:
+        if self.state:
             for key, part in parts.items():
                 part.load_state_dict(self.state["parts"][key])
             torch.set_rng_state(self.state["random"])
             if self.state["random_cuda"] is not None:
-                torch.cuda.set_rng_state(self.state["random_cuda"], _device(parts))
-        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._unreadable(error) from error
-        self.state = None
+                torch.cuda.set_rng_state(self.state["random_cuda"])
+            self.state = None
         return self.done
 
     def due(self, done: int, stops: bool) -> bool:
@@ -92,61 +79,39 @@ class Saver:
 
     def save(self, parts: dict[str, Any], done: int) -> None:
         """Save the state after `done` steps. On a full disk the older one stays, and the run."""
-        is_cuda = _device(parts).type == "cuda"
-        state = {
-            "identity": self.identity,
-            "done": done,
-            "parts": {key: part.state_dict() for key, part in parts.items()},
-            "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state(_device(parts)) if is_cuda else None,
-        }
+        state = {"identity": self.identity, "done": done, "random": torch.get_rng_state()}
+        state["parts"] = {key: part.state_dict() for key, part in parts.items()}
+        used_cuda = torch.cuda.is_initialized()
+        state["random_cuda"] = torch.cuda.get_rng_state() if used_cuda else None
         try:
             write_atomically(self.path, lambda file: torch.save(state, file))
             self.done = done
         except (OSError, RuntimeError) as error:  # torch's writer makes the second of the first
-            reason = str(error).splitlines()[0]
-            print(f"{self.name}: state of step {done} NOT SAVED: {reason}; the run goes on")
-
-    def _unreadable(self, error: Exception) -> Exception:
-        """Return the error that says so; too little memory is another cause, and stays itself."""
-        if is_out_of_memory(error):
-            return error
-        reason = (str(error).strip().splitlines() or [""])[0][:100]
-        return StateError(f"{self.path.name} cannot be continued ({reason}); delete it")
-
-
-def _device(parts: dict[str, Any]) -> torch.device:
-    return next(parts["model"].parameters()).device
-
-
-class Stop:
-    """Whether Ctrl-C or SIGTERM has asked a run to stop. A second time stops it at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal, as a handler of it."""
-        if self.asked:
-            signal.default_int_handler(number, frame)  # raises KeyboardInterrupt
-        self.asked = True
-        os.write(2, ASKED)  # print could be what the signal has interrupted
+            print(f"{self.path.name}: step {done} NOT SAVED, the run goes on: {error}")
 
 
 @contextmanager
-def orderly_stop(active: bool) -> Iterator[Stop]:
-    """Give a `Stop` that takes the signals which would raise KeyboardInterrupt.
+def orderly_stop(active: bool) -> Iterator[list[int]]:
+    """Give the list of signals that have asked the run to stop; a second one stops it at once.
 
-    So does SIGTERM where it would end the process at once. Only the main thread can do so;
-    elsewhere, or if not `active`, signals do what they did.
+    It takes Ctrl-C and SIGTERM where they would raise KeyboardInterrupt or end the process. Only
+    the main thread can do so; elsewhere, or if not `active`, signals do what they did.
     """
-    stop, before = Stop(), {}
+    signals, before = [], {}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if signals:
+            signal.default_int_handler(number, frame)  # raises KeyboardInterrupt
+        signals.append(number)
+        # print could be what the signal has interrupted
+        os.write(2, b"\nstops after this step; once more stops at once\n")
+
     if active and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
-                before[number] = signal.signal(number, stop.ask)
+                before[number] = signal.signal(number, ask)
     try:
-        yield stop
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,24 +1,39 @@
-"""From a config to a saved record: build what it trains, train it, measure it, save what came."""
+"""From a config to a saved record: one run is one JSON file in `runs/`. Records side by side."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import re
 import statistics
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import pandas as pd
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from labutils import machine
 from labutils.config.card import CARDS
 from labutils.config.choices import COMPILE_MODES, PRECISIONS
+from labutils.config.reader import did_you_mean
 from labutils.config.schema import Config, ConfigError, Run, resolve
-from labutils.files import code_version, commit, new_id, require_room
+from labutils.files import (
+    code_version,
+    commit,
+    new_id,
+    program,
+    require_room,
+    runs_dir,
+    write_atomically,
+)
 from labutils.machine import in_notebook
 from labutils.memory.device_memory import (
     expandable_segments,
@@ -27,17 +42,148 @@ from labutils.memory.device_memory import (
     without_expandable_segments,
 )
 from labutils.memory.errors import is_out_of_memory, short_message
+from labutils.memory.ledger import MemoryLedger
 from labutils.memory.measure import measure_step
-from labutils.techniques.precision import products_dtype, tf32
+from labutils.techniques.precision import tf32
 from labutils.techniques.schedule import learning_rate_at
 from labutils.training import accelerated
-from labutils.training.records import RunRecord, Timing, find_equal
 from labutils.training.resume import Saver
-from labutils.training.train import to_device, train
-from labutils.workload.build import Data, Workload, build_data, build_workload
+from labutils.training.train import Series, to_device, train
+from labutils.workload.build import Data, build_data, build_workload
 
-NOT_SAVED = "not saved"  # how a record's reason begins that is in memory only
+RECORD_VERSION = 3
 UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
+NO_INFLUENCE = {"note", "save_every", "commit", "notebook", "torch.compile", "resumed"}
+DIGITS = {"step_ms": 1, "speedup": 3, "tokens_per_s": 0}  # of a table's numbers
+DIGITS |= {"peak_mib": 1, "saving_percent": 1, "loss": 4}
+Outcome = Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"]
+
+
+# ---- The record
+
+
+class RecordError(ValueError):
+    """A record that does not exist or cannot be read. The message says which and why."""
+
+
+class Timing(BaseModel):
+    """Of the timed steps: the first ones are left out."""
+
+    median_step_ms: float
+    tokens_per_s: float
+    mfu: float  # model FLOP/s over `mfu_denominator`
+    mfu_denominator: str
+
+
+class RunRecord(BaseModel):
+    """What one training run was and what it gave. `save` writes it, `load_record` reads it back."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    version: Literal[3] = RECORD_VERSION
+    id: str
+    created: str
+    name: str
+    note: str = ""
+    config: dict[str, Any] = {}  # as resolved for the device
+    environment: dict[str, str] = {}
+    corpus: str = ""
+    code: str = ""
+    outcome: Outcome = "completed"
+    reason: str = ""
+    steps_planned: int = 0
+    tokens_per_step: int = 0
+    series: Series = Series()
+    epochs: float = 0.0
+    timing: Timing | None = None
+    memory: MemoryLedger | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What can change a run's results: config, device, versions, text and code."""
+        facts = self.config | self.environment
+        facts |= {"name": self.name, "text": self.corpus, "code": self.code}
+        return {key: value for key, value in facts.items() if key not in NO_INFLUENCE}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return len(self.series.loss) * self.tokens_per_step
+
+    @property
+    def ending(self) -> str:
+        """How the run ended, and why if it is not completed."""
+        words = self.outcome.replace("_", " ")
+        return words if self.outcome == "completed" else f"{words}: {self.reason}"
+
+    def save(self) -> Path:
+        """Write `runs/<name>-<id>.json` and return its path.
+
+        Raises OSError if it exists or cannot be written.
+        """
+        path = runs_dir() / f"{self.name}-{self.id}.json"
+        if path.exists():
+            raise FileExistsError(f"{path} exists already; nothing is overwritten")
+        write_atomically(path, self.model_dump_json(indent=1).encode())
+        return path
+
+
+def load_record(source: str | os.PathLike[str]) -> RunRecord:
+    """Return the record meant by a run's id, a name (then the newest run of that name), or a path.
+
+    Raises RecordError if there is none, or the file is damaged or of another version.
+    """
+    source, paths = str(source), _record_files()
+    named = [path for path in paths if source in (path.stem, _name(path))]
+    fits = [path for path in paths if path.stem.endswith(f"-{source}")] or named
+    path = fits[-1] if fits else Path(source)
+    if not path.is_file():
+        hint = did_you_mean(source, map(_name, reversed(paths)), cutoff=0.4)
+        problem = f"no run {source!r} in {runs_dir()}.{hint} `{program()} runs` lists them"
+        raise RecordError(problem)
+    try:
+        return RunRecord.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = f"{path.name} is not a version {RECORD_VERSION} record"
+        raise RecordError(f"{problem}: {error.errors()[0]['msg']}") from None
+
+
+def _name(path: Path) -> str:
+    return path.stem.rsplit("-", 3)[0]  # <name>-<date>-<time>-<hex>
+
+
+def _record_files() -> list[Path]:
+    return sorted(runs_dir().glob("*-*-*-*.json"), key=lambda p: p.stem.rsplit("-", 3)[1:])
+
+
+def find_runs() -> tuple[list[RunRecord], list[str]]:
+    """Return all readable records, oldest first, and a line for each file that is not."""
+    records, damaged = [], []
+    for path in _record_files():
+        try:
+            records.append(load_record(path))
+        except RecordError as error:
+            damaged.append(str(error))
+    return records, damaged
+
+
+def find_equal(planned: RunRecord) -> RunRecord | None:
+    """Return the newest completed run of the same experiment, if there is one.
+
+    Only files of the record's name are read, the newest first.
+    """
+    for path in reversed(_record_files()):
+        if _name(path) != planned.name:
+            continue
+        with suppress(RecordError):  # `find_runs` names it
+            other = load_record(path)
+            is_whole = other.outcome == "completed" and other.steps_planned == planned.steps_planned
+            if is_whole and other.identity == planned.identity:
+                return other
+    return None
+
+
+# ---- The run
 
 
 def run_config(
@@ -61,14 +207,13 @@ def run_config(
     if resume:
         saver.read()
     run = resolve(config, machine.card(device), to_train=True)
-    run = replace(run, steps=accelerated.from_first(run.steps))
+    run = replace(run, steps=accelerated.from_first(run.steps))  # by a noisy probe
     require_equal_shares(run.config, resume)
     data = build_data(run.config)
-    planned = planned_record(config, run, device, data)
-    # A slow machine plans fewer steps, by a noisy probe.
-    saver.plan(planned.model_copy(update={"steps_planned": 0}).identity)
+    record = planned_record(config, run, device, data)
+    saver.plan(record.identity)
     if not rerun and not saver.done:
-        known = accelerated.from_first(find_equal(planned))
+        known = accelerated.from_first(find_equal(record))
         if known:
             if progress:
                 print(
@@ -79,11 +224,9 @@ def run_config(
     if not accelerated.rank():
         require_room()  # better now than after hours
     if saver.done:
-        planned.environment["resumed"] = f"after step {saver.done}"
+        record.environment["resumed"] = f"after step {saver.done}"
     if progress:
-        announce(config, run, device)
-        announce_state(run.config, saver, resume)
-    results: dict[str, Any] = {}
+        announce(config, run, device, saver)
     try:
         with (
             expandable_segments(run.config.expandable_segments, device),
@@ -91,30 +234,36 @@ def run_config(
         ):
             if device.type == "cpu":
                 require_memory(run.config)
-            _train_and_measure(run, device, data, saver, progress, results)
-    except KeyboardInterrupt:
-        if not results:
-            raise
-        reason = "stopped (Ctrl-C or SIGTERM) after training, while memory was measured"
-        results |= {"outcome": "interrupted", "reason": reason}
-    except (RuntimeError, MemoryError) as error:
-        # of several processes one that goes on alone would be waited for
-        if not is_out_of_memory(error) or accelerated.world_size() > 1:
-            raise
-        when = "after training, while memory was measured: " if results else ""
-        results |= {"outcome": "out_of_memory", "reason": when + short_message(error)}
+            _train_and_measure(run, device, data, saver, record, progress)
+    except (KeyboardInterrupt, FloatingPointError, RuntimeError, MemoryError) as error:
+        record.outcome, reason = _outcome_of(error)
+        n_done = len(record.series.loss)
+        record.reason = f"after {n_done} of {run.steps} steps: {reason}" if n_done else reason
     free_memory()
-    if results["outcome"] == "out_of_memory":
+    if record.outcome == "out_of_memory":
         # here: in the handler the traceback still keeps tensors alive
         with suppress(KeyboardInterrupt):  # while they are looked for: the record must be saved
-            results["reason"] += f". {ways_out(config, device)}"
-    record = _finished(planned, results, run, data)
+            record.reason += f". {ways_out(config, device)}"
+    micro_batches = len(record.series.loss) * run.config.grad_accum_steps
+    record.epochs = micro_batches / data.micro_batches_per_epoch
     if accelerated.rank():
         return record
-    saved = _save(record, saver, progress)
-    if saved.outcome == "interrupted" and in_notebook():
-        raise KeyboardInterrupt(saved.reason)  # it stops this cell, and Run All
-    return saved
+    _save(record, saver, progress)
+    if record.outcome == "interrupted" and in_notebook():
+        raise KeyboardInterrupt(record.reason)  # it stops this cell, and Run All
+    return record
+
+
+def _outcome_of(error: BaseException) -> tuple[Outcome, str]:
+    """Return how a run has ended, and why; raise what is no end that leaves a record."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "stopped (Ctrl-C or SIGTERM)"
+    if isinstance(error, FloatingPointError):
+        return "non_finite", str(error)
+    # of several processes one that goes on alone would be waited for
+    if is_out_of_memory(error) and accelerated.world_size() == 1:
+        return "out_of_memory", short_message(error)
+    raise error
 
 
 def require_equal_shares(config: Config, resume: bool) -> None:
@@ -131,6 +280,48 @@ def require_equal_shares(config: Config, resume: bool) -> None:
         )
 
 
+def planned_record(config: Config, run: Run, device: torch.device, data: Data) -> RunRecord:
+    """Return the record that a run will fill."""
+    run_id, created = new_id()
+    environment = machine.environment(device) | {"commit": commit()}
+    if accelerated.world_size() > 1:
+        environment["processes"] = str(accelerated.world_size())
+    return RunRecord(
+        id=run_id,
+        created=created,
+        name=config.name,
+        note=config.note,
+        config=run.config.model_dump(exclude={"when_cpu", "overrides"}),
+        environment=environment,
+        corpus=data.corpus.digest,
+        code=code_version(),
+        steps_planned=run.steps,
+        tokens_per_step=run.config.tokens_per_step,
+    )
+
+
+def announce(config: Config, run: Run, device: torch.device, saver: Saver) -> None:
+    """Print each value that is not of the main part of the file, and where a run begins."""
+    lines = list(config.changes(device.type))
+    missing = without_expandable_segments()
+    if config.expandable_segments and missing and device.type == "cuda":
+        lines.append(
+            f"expandable_segments: {missing}, so torch's default allocator runs: "
+            "it needs more memory"
+        )
+    if run.steps != run.config.steps:
+        lines.append(f"steps = {run.steps} (not {run.config.steps}: {run.reason})")
+    if COMPILE_MODES[run.config.compile].is_on:
+        mode = f"compile: {run.config.compile}"
+        lines.append(f"the first step compiles the model ({mode}); that takes a while")
+    if saver.done:
+        lines.append(f"continues after step {saver.done}")
+    elif saver.path.exists():
+        lines.append("begins at step 0: --resume would continue an unfinished run")
+    for line in lines:
+        print(f"{config.name}: {line}")
+
+
 def rate_of(config: Config) -> Callable[[int], float]:
     """Return the learning rate of each step, counted from 0."""
     return partial(
@@ -142,181 +333,68 @@ def rate_of(config: Config) -> Callable[[int], float]:
     )
 
 
-# ---- Before the run
-
-
-def planned_record(config: Config, run: Run, device: torch.device, data: Data) -> RunRecord:
-    """Return the record that a run will fill."""
-    return RunRecord(
-        id="",
-        created="",
-        name=config.name,
-        note=config.note,
-        config=run.config.model_dump(exclude={"when_cpu", "overrides"}),
-        environment={**_environment(run.config, device), "commit": commit()},
-        corpus=data.corpus.digest,
-        code=code_version(),
-        steps_planned=run.steps,
-        tokens_per_step=run.config.tokens_per_step,
-    )
-
-
-def _environment(config: Config, device: torch.device) -> dict[str, str]:
-    """Return what a record says about the machine, and about how it was limited."""
-    facts = machine.environment(device)
-    if device.type == "cuda" and config.memory_limit_gib:
-        limit = f"{config.memory_limit_gib:g} GiB"
-        facts["memory limit"] = f"{limit}, emulated: of the allocator, without the context"
-    if device.type == "cuda" and config.expandable_segments:
-        missing = without_expandable_segments()
-        default = f"default; expandable segments: {missing}"
-        facts["allocator"] = default if missing else "expandable segments"
-    if accelerated.world_size() > 1:
-        facts["processes"] = str(accelerated.world_size())
-    return facts
-
-
-def announce(config: Config, run: Run, device: torch.device) -> None:
-    """Print each value that does not come from the main part of the file."""
-    for line in run.changes:
-        print(f"{config.name}: {line}")
-    if config.memory_limit_gib and device.type != "cuda":
-        print(f"{config.name}: memory_limit_gib is of CUDA's allocator: a CPU run ignores it")
-    missing = device.type == "cuda" and without_expandable_segments()
-    if config.expandable_segments and missing:
-        print(
-            f"{config.name}: expandable_segments: {missing}, so torch's default allocator runs: "
-            "it needs more memory"
-        )
-    if run.steps != run.config.steps:
-        print(f"{config.name}: steps = {run.steps} (not {run.config.steps}: {run.reason})")
-    if COMPILE_MODES[run.config.compile].is_on:
-        mode = f"compile: {run.config.compile}"
-        print(f"{config.name}: the first step compiles the model ({mode}); that takes a while")
-
-
-def announce_state(config: Config, saver: Saver, resume: bool) -> None:
-    """Print where a run begins, if there is or could be a saved state."""
-    name = config.name
-    if resume and saver.done:
-        print(f"{name}: continues after step {saver.done}")
-        if not config.save_every:
-            print(f"{name}: save_every is 0, so no further state will be saved")
-    elif resume:
-        print(f"{name}: begins at step 0: it has no saved state")
-    elif saver.path.exists():
-        print(f"{name}: begins at step 0: --resume would continue an unfinished run")
-
-
-# ---- The run
-
-
 def _train_and_measure(
-    run: Run,
-    device: torch.device,
-    data: Data,
-    saver: Saver,
-    progress: bool,
-    results: dict[str, Any],
+    run: Run, device: torch.device, data: Data, saver: Saver, record: RunRecord, progress: bool
 ) -> None:
-    """Train, then measure one more step; add to `results` what each gives, as soon as it is there.
+    """Train, then measure one more step; fill the record as soon as something is there.
 
     Everything allocated dies with this frame.
     """
-    config, n = run.config, accelerated.world_size()
-    work = build_workload(config, device, data, n)
-    if n > 1:
-        data.batches = itertools.islice(data.batches, accelerated.rank(), None, n)
+    config, n_processes = run.config, accelerated.world_size()
+    work = build_workload(config, device, data, n_processes)
+    if n_processes > 1:
+        data.batches = itertools.islice(data.batches, accelerated.rank(), None, n_processes)
         # masks of their own; the weights are made already
         torch.manual_seed(config.seed + accelerated.rank())
-    training = train(
-        work.model,
-        data.batches,
-        work.loss_fn,
-        work.optimizer,
-        steps=run.steps,
-        grad_accum_steps=config.grad_accum_steps // n,
-        precision=config.precision,
-        scaler=work.scaler,
-        max_grad_norm=config.max_grad_norm,
-        learning_rate_at=rate_of(config),
-        held_out=data.held_out,
-        eval_every=config.eval_every,
-        saver=saver,
-        name=config.name,
-        progress=progress,
-    )
+    options = {"precision": config.precision, "scaler": work.scaler}
+    options["max_grad_norm"] = config.max_grad_norm
+    n_micro_batches = config.grad_accum_steps // n_processes
     flops = flops_per_token(work.model, config.seq_len)
-    results["series"] = training.series
-    results["held_out"] = training.held_out
-    results["outcome"], results["reason"] = training.outcome, training.reason
-    results["timing"] = timing_of(training.series.step_ms, flops, config, device)
-    if COMPILE_MODES[config.compile].is_on:
-        results["environment"] = {"torch.compile": work.loss_fn.report}
-    if training.outcome == "completed":
-        _measure(work, config, device, n, results)
-
-
-def _measure(
-    work: Workload, config: Config, device: torch.device, n_processes: int, results: dict[str, Any]
-) -> None:
-    """Add the ledger of one more step to `results`, or why there is none."""
-    micro_batches = []
-    for _ in range(config.grad_accum_steps // n_processes):
-        micro_batches.append(to_device(next(work.data.batches), device))
-    # compiled code has no hooks to tell phases by
-    loss_fn = getattr(work.loss_fn, "eager", work.loss_fn)
     try:
-        ledger = measure_step(
+        train(
             work.model,
-            micro_batches,
-            loss_fn,
+            data.batches,
+            work.loss_fn,
             work.optimizer,
-            precision=config.precision,
-            scaler=work.scaler,
-            max_grad_norm=config.max_grad_norm,
+            steps=run.steps,
+            grad_accum_steps=n_micro_batches,
+            learning_rate_at=rate_of(config),
+            held_out=data.held_out,
+            eval_every=config.eval_every,
+            saver=saver,
+            series=record.series,
+            name=config.name,
+            progress=progress,
+            **options,
         )
-    except OSError as error:
-        results["reason"] = f"memory could not be measured: {error}"
-        return
+    finally:
+        record.timing = timing_of(record.series.step_ms, flops, config, device)
+    loss_fn, compiled = work.loss_fn, ""
     if COMPILE_MODES[config.compile].is_on:
-        ledger = ledger.model_copy(update={"method": f"{ledger.method}, not compiled"})
-    results["memory"] = ledger
-
-
-# ---- After the run
-
-
-def _finished(planned: RunRecord, results: dict[str, Any], run: Run, data: Data) -> RunRecord:
-    """Return the planned record with what the run gave."""
-    run_id, created = new_id()
-    environment = planned.environment | results.get("environment", {})
-    results |= {"id": run_id, "created": created, "environment": environment}
-    record = planned.model_copy(update=results)
-    micro_batches = len(record.series.loss) * run.config.grad_accum_steps
-    return record.model_copy(update={"epochs": micro_batches / data.micro_batches_per_epoch})
-
-
-def _save(record: RunRecord, saver: Saver, progress: bool) -> RunRecord:
-    """Save a record, say how its run ended, and return it."""
+        record.environment["torch.compile"] = loss_fn.report
+        # compiled code has no hooks to tell phases by
+        loss_fn, compiled = loss_fn.eager, ", not compiled"
+    window = [to_device(next(data.batches), device) for _ in range(n_micro_batches)]
     try:
-        path = record.save()
-    except OSError as error:
-        print(
-            f"{record.name}: NOT SAVED: {error}. "
-            "The record is returned: make room, then record.save()"
-        )
-        return record.model_copy(update={"reason": f"{NOT_SAVED}: {error}"})
+        ledger = measure_step(work.model, window, loss_fn, work.optimizer, **options)
+    except OSError as error:  # what the profiler writes
+        record.reason = f"memory could not be measured: {error}"
+        return
+    record.memory = ledger.model_copy(update={"method": ledger.method + compiled})
+
+
+def _save(record: RunRecord, saver: Saver, progress: bool) -> None:
+    """Save a record, and say how its run ended."""
+    path = record.save()
     if record.outcome == "completed":
         saver.path.unlink(missing_ok=True)
     else:
-        print(f"{record.name}: {record.outcome.replace('_', ' ')}: {record.reason}")
+        print(f"{record.name}: {record.ending}")
         if saver.done and record.outcome != "non_finite":  # which would come again
             state = f"the state after step {saver.done} is saved"
             print(f"{record.name}: {state}; the same command with --resume continues it")
     if progress:
         print(f"{record.name}: saved {path.name}")
-    return record
 
 
 # ---- Speed
@@ -330,14 +408,13 @@ PRODUCTS_ON_SHEETS = {
     "H100 PCIe": "h100-pcie",
     "H200": "h200",
 }
-NO_SHEET = {"MIG", "NVL", "Laptop"}  # a slice of a card, or a variant
+NO_SHEET = r"\b(MIG|NVL|Laptop)\b"  # a slice of a card, or a variant
 
 
 def datasheet_tflops(card: str) -> dict[str, float]:
     """Return {kind of product: dense TFLOP/s} of a card by its full name; {} if it is unknown."""
-    words = set(re.split(r"[ -]", card))
-    for name, row in PRODUCTS_ON_SHEETS.items():
-        if set(re.split(r"[ -]", name)) <= words and not words & NO_SHEET:
+    for product, row in PRODUCTS_ON_SHEETS.items():
+        if re.search(rf"\b{product}\b", card) and not re.search(NO_SHEET, card):
             return CARDS[row].speed.tflops
     return {}
 
@@ -350,23 +427,19 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
     float32 product's, or that of the precision's own dtype where it is faster: a 16-bit product
     without hardware is nobody's peak.
     """
-    row = PRECISIONS[precision]
+    row, n, how = PRECISIONS[precision], 4096, ""
+    kind = row.products
     if device.type == "cuda":
-        peaks = datasheet_tflops(torch.cuda.get_device_name(device))
-        if row.kind in peaks:
-            tflops = peaks[row.kind]
+        tflops = datasheet_tflops(torch.cuda.get_device_name(device)).get(row.kind)
+        if tflops:
             return tflops * 1e12, f"{tflops:g} TFLOP/s, datasheet, dense"
-        with tf32(row.tf32):
-            rate = machine.matmul_rate(products_dtype(precision), device, 4096)
-        return rate, f"{rate / 1e12:.3g} TFLOP/s, a 4096² product measured here"
-    rate, kind = machine.matmul_rate(torch.float32, device, 512), "float32"
-    # without fast hardware a product of 512² takes a second
-    if row.is_16bit and not machine.support(precision, device).slow:
-        own = machine.matmul_rate(products_dtype(precision), device, 512)
-        if own > rate:
-            rate, kind = own, row.products
-    how = f"one thread's rate × {torch.get_num_threads()}"
-    return rate, f"{rate / 1e12:.2g} TFLOP/s, a {kind} 512² product measured here, {how}"
+    else:
+        n, how = 512, f", one thread's rate × {torch.get_num_threads()}"
+        if machine.cpu_slowdown(kind) > 1:
+            kind = "float32"
+    with tf32(row.tf32):
+        rate = machine.matmul_rate(getattr(torch, kind), device, n)
+    return rate, f"{rate / 1e12:.2g} TFLOP/s, a {kind} {n}² product measured here{how}"
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
@@ -384,15 +457,88 @@ def timing_of(
     step_ms: list[float], flops_per_token: float, config: Config, device: torch.device
 ) -> Timing | None:
     """Return median and rates of the steps after the first UNTIMED_STEPS (or of what there is)."""
-    timed = step_ms[min(UNTIMED_STEPS, max(0, len(step_ms) - 1)) :]
+    timed = step_ms[UNTIMED_STEPS:] or step_ms[-1:]
     if not timed:
         return None
     median = statistics.median(timed)
     tokens_per_s = config.tokens_per_step / median * 1000
     rate, denominator = peak_rate(config.precision, device)
+    mfu = flops_per_token * tokens_per_s / rate / accelerated.world_size()
     return Timing(
-        median_step_ms=median,
-        tokens_per_s=tokens_per_s,
-        mfu=flops_per_token * tokens_per_s / rate / accelerated.world_size(),
-        mfu_denominator=denominator,
+        median_step_ms=median, tokens_per_s=tokens_per_s, mfu=mfu, mfu_denominator=denominator
     )
+
+
+# ---- Side by side
+
+
+def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
+    """Return a table, a row for each record; the first one is the baseline.
+
+    Columns: the config keys that differ, then `step_ms` (median), `speedup` (× the baseline's),
+    `tokens_per_s`, `peak_mib`, `saving_percent` (of the baseline's peak), `loss` (at the tokens
+    that all runs saw), `outcome`. `table.attrs["notes"]` says what makes the rows unequal. There is
+    no verdict on times: single runs are no pairs (see `noise.paired_ratio`).
+    """
+    trained = [record for record in records if record.series.loss]
+    tokens = min((record.tokens for record in trained), default=0)
+    configs = [record.config | {"steps": len(record.series.loss)} for record in trained]
+    differing, rows = list(_differing(configs)), []
+    for record in records:
+        row = {key: record.config.get(key) for key in differing}
+        if "steps" in row:
+            row["steps"] = len(record.series.loss) or None  # run, not planned
+        row |= dict.fromkeys(DIGITS, math.nan)  # in this order
+        row["step_ms"] = getattr(record.timing, "median_step_ms", math.nan)
+        row["tokens_per_s"] = getattr(record.timing, "tokens_per_s", math.nan)
+        row["peak_mib"] = getattr(record.memory, "peak_mib", math.nan)
+        if record.series.loss and tokens >= record.tokens_per_step:
+            row["loss"] = record.series.loss[tokens // record.tokens_per_step - 1]
+        rows.append(row | {"outcome": record.ending})
+    table = pd.DataFrame(rows, index=pd.Index(labels(records), name="run"))
+    table["speedup"] = table.step_ms.iloc[0] / table.step_ms
+    table["saving_percent"] = 100 * (1 - table.peak_mib / table.peak_mib.iloc[0])
+    table.attrs["notes"] = _notes(trained, tokens)
+    return table
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of `compare` as rounded texts, and – where a run has no such value."""
+    text = table.astype(object)
+    for column in table.columns.intersection([*DIGITS, "steps"]):
+        form = f"{{:,.{DIGITS.get(column, 0)}f}}".format
+        text[column] = table[column].map(form, na_action="ignore")
+    return text.where(table.notna(), "–")
+
+
+def labels(records: Sequence[RunRecord]) -> list[str]:
+    """Return what tells records apart: the name, with the id where several have that name."""
+    n_named = Counter(record.name for record in records)
+    names = [record.name for record in records]
+    for i, record in enumerate(records):
+        if n_named[record.name] > 1:
+            names[i] += f"-{record.id}"
+    return names
+
+
+def _differing(facts: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return facts of several runs as a table, without the columns in which all are equal."""
+    table = pd.DataFrame(facts).drop(columns=[*NO_INFLUENCE, "name"], errors="ignore").astype(str)
+    return table.loc[:, table.nunique() > 1]
+
+
+def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
+    """Return what a reader must know before comparing these rows."""
+    facts = []
+    for record in records:
+        fact = {"corpus": record.corpus, "code version": record.code}
+        facts.append(record.environment | fact | {"tokens per step": record.tokens_per_step})
+    notes = []
+    for name, values in _differing(facts).items():
+        different = ", ".join(sorted(set(values)))
+        notes.append(f"Unequal {name}: {different}. Compare these rows with care.")
+    shortest = dict.fromkeys(record.name for record in records if record.tokens == tokens)
+    if any(record.tokens > tokens for record in records):
+        ended = f"where the shortest runs ({', '.join(shortest)}) ended."
+        notes.append(f"`loss` is after {tokens} tokens, {ended}")
+    return notes

@@ -4,62 +4,41 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from torch import nn
 from tqdm import tqdm
 
 from labutils import machine
 from labutils.config.choices import PRECISIONS
-from labutils.memory.errors import is_out_of_memory, short_message
-from labutils.memory.ledger import FROZEN
 from labutils.techniques.loss import LossFn, count_targets
-from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
 from labutils.techniques.step import take_step
-from labutils.training import accelerated
+from labutils.training.accelerated import Replicas
 from labutils.training.resume import Saver, orderly_stop
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
-Outcome = Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"]
 
 
 class Series(BaseModel):
-    """One value per optimizer step, in order.
+    """One value per optimizer step, in order; and the losses on held-out text."""
 
-    `grad_norm` is before clipping, NaN where clipping is off.
-    """
-
-    model_config = FROZEN
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     loss: list[float] = []  # mean over the step's target tokens
-    grad_norm: list[float] = []
+    grad_norm: list[float] = []  # before clipping; NaN where clipping is off
     learning_rate: list[float] = []
     loss_scale: list[float] = []  # before the step; 1 where nothing is scaled
     skipped: list[bool] = []  # the scaler saw inf or NaN and left the weights alone
     step_ms: list[float] = []
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a training gave: one value per optimizer step, and how it ended.
-
-    `held_out` has (optimizer steps done, mean loss on held-out text). `tokens_per_step` counts the
-    first step's targets.
-    """
-
-    series: Series
-    held_out: list[tuple[int, float]]
-    outcome: Outcome
-    reason: str
-    tokens_per_step: int
+    held_out: list[tuple[int, float]] = []  # (optimizer steps done, mean loss on held-out text)
 
 
 def train(
@@ -78,134 +57,96 @@ def train(
     held_out: Sequence[Any] = (),
     eval_every: int = 0,
     saver: Saver | None = None,
+    series: Series | None = None,
     name: str = "run",
     progress: bool = True,
-) -> Training:
-    """Train `model` for `steps` optimizer steps on its own device; return what came of it.
+) -> Series:
+    """Train `model` for `steps` optimizer steps on its own device; return what each step gave.
 
     `batches` yields micro-batches (tensors, or dicts of them), which are moved to the device here.
+    The training ends early if they do.
     `loss_fn(model, micro_batch)` returns a loss summed over `count_targets(micro_batch)` targets.
     The sum over a step's micro-batches is divided once by their total (see `take_step`).
     Under `accelerate launch` each process gets its own micro-batches; the gradient is that of all
     of them.
     `learning_rate_at(step)` sets the rate of every parameter group; without it the optimizer's
     own rates stay.
+    `held_out` is evaluated after the last step, and after every `eval_every` steps (0: never).
     A `saver` keeps the run's state on disk, and skips the steps that it has found done.
 
-    Three events end the run early: Ctrl-C, several non-finite losses in a row, and running out of
-    memory after the first step. The series then has the steps so far, and `outcome` says why.
-    Other exceptions are not caught. Raises PrecisionUnsupported before any work. Raises ValueError
-    if an `OptimizerInBackward` meets what needs all gradients at once.
+    Raises KeyboardInterrupt at the end of the step in which Ctrl-C or SIGTERM comes, and
+    FloatingPointError after several non-finite losses in a row. Whatever is raised, a `series` that
+    the caller gives has the steps so far. Raises PrecisionUnsupported before any work.
     """
     device = next(model.parameters()).device
     machine.card(device).require(precision)
     scaler = scaler or grad_scaler(precision, device)
-    if isinstance(optimizer, OptimizerInBackward):
-        _require_independent_gradients(grad_accum_steps, max_grad_norm, scaler)
-    replicas = accelerated.Replicas(model, loss_fn, optimizer)
+    replicas = Replicas(model, loss_fn, optimizer)
     optimizer = replicas.optimizer
 
     def loss_on_device(_: nn.Module, micro_batch: Any) -> torch.Tensor:
         return replicas.loss(to_device(micro_batch, device))
 
-    log = StepLog(device)
+    series = series or Series()
+    log = StepLog(series, device)
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "log": log}
     saver = saver or Saver(name, every=0)
     done = saver.restore(parts)
     stream = itertools.islice(batches, done * grad_accum_steps, None)
-    outcome, reason, targets_per_step = "completed", "", 0
-    one = torch.ones((), device=device)
+    options = {"desc": name, "initial": done, "total": steps, "unit": "step"}
+    options |= {"file": sys.stdout, "mininterval": 1}  # notebooks show stderr in red
+    one, nan = torch.tensor([1.0, math.nan], device=device)
+    scale = scaler.scale(one)
     model.train()
-    with (
-        tf32(PRECISIONS[precision].tf32),
-        _progress_bar(name, done, steps, progress) as bar,
-        orderly_stop(active=replicas.size == 1) as stop,
-    ):
-        try:
+    try:
+        with (
+            tf32(PRECISIONS[precision].tf32),
+            tqdm(range(done, steps), disable=not progress, **options) as bar,
+            orderly_stop(active=replicas.size == 1) as signals,
+        ):
             for step in bar:
-                log.start()
+                begin = log.mark()
                 if learning_rate_at:
                     for group in optimizer.param_groups:
                         group["lr"] = learning_rate_at(step)
                 window = list(itertools.islice(stream, grad_accum_steps))
                 if not window:
-                    reason = f"the batches ended after {step} of {steps} steps"
                     break
-                n_targets = replicas.mean(sum(map(count_targets, window)))
-                targets_per_step = targets_per_step or round(float(n_targets * replicas.size))
-                scale = scaler.scale(one)
                 mean_loss = torch.zeros((), device=device)
                 grad_norm = take_step(
                     model,
                     replicas.in_turn(window),
                     loss_on_device,
                     optimizer,
-                    n_targets=n_targets,
+                    n_targets=replicas.mean(sum(map(count_targets, window))),
                     autocast=partial(autocast, precision, device),
                     scaler=scaler,
                     max_grad_norm=max_grad_norm,
                     mean_loss=mean_loss,
                 )
-                rate = optimizer.param_groups[0]["lr"]
-                log.stop(replicas.mean(mean_loss), grad_norm, scale, rate)
+                next_scale = scaler.scale(one)
+                norm = nan if grad_norm is None else grad_norm
+                log.add(begin, replicas.mean(mean_loss), norm, scale, next_scale)
+                series.learning_rate.append(optimizer.param_groups[0]["lr"])
+                scale = next_scale
                 is_last = step + 1 == steps
-                saves = saver.due(step + 1, stop.asked)
+                saves = saver.due(step + 1, bool(signals))
                 # Several processes must read, and so stop, at the same step.
                 reads = log.due() if replicas.size == 1 else step % 10 == 9
                 if saves or reads or is_last:
                     bar.set_postfix_str(f"loss {log.read():.3f}", refresh=False)
-                    if log.non_finite_in_a_row >= NON_FINITE_LIMIT:
-                        outcome, reason = "non_finite", _why_non_finite(log, scaler)
-                        break
+                    _require_finite(series.loss)
                 if held_out and (is_last or (eval_every and (step + 1) % eval_every == 0)):
                     loss = evaluate(model, held_out, loss_fn, count_targets, precision)
-                    log.held_out.append((step + 1, loss))
-                if saves and not log.non_finite_in_a_row:
+                    series.held_out.append((step + 1, loss))
+                if saves and math.isfinite(series.loss[-1]):
                     saver.save(parts, step + 1)
-                if stop.asked and not is_last:
+                if signals and not is_last:
                     raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            outcome = "interrupted"
-            reason = f"stopped (Ctrl-C or SIGTERM) after {log.n_complete} of {steps} steps"
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not log.n_complete or replicas.size > 1:
-                raise  # nothing to keep, or other processes would wait for this one
-            outcome = "out_of_memory"
-            reason = f"after {log.n_complete} of {steps} steps: {short_message(error)}"
+    finally:
         optimizer.zero_grad(set_to_none=True)  # of a step that was not finished
         log.read()
-    return Training(
-        series=log.series(final_scale=float(scaler.get_scale())),
-        held_out=log.held_out,
-        outcome=outcome,
-        reason=reason,
-        tokens_per_step=targets_per_step,
-    )
-
-
-def _require_independent_gradients(
-    grad_accum_steps: int, max_grad_norm: float, scaler: torch.amp.GradScaler
-) -> None:
-    """Raise ValueError where a step would need all gradients at once."""
-    clips_or_scales = max_grad_norm > 0 or scaler.is_enabled()
-    if grad_accum_steps > 1 or clips_or_scales or accelerated.world_size() > 1:
-        raise ValueError(
-            "a step inside backward allows no accumulation, clipping, loss scale or second process"
-        )
-
-
-def _progress_bar(name: str, done: int, steps: int, shown: bool) -> tqdm:
-    return tqdm(
-        range(done, steps),
-        desc=name,
-        initial=done,
-        total=steps,
-        file=sys.stdout,  # notebooks show stderr in red
-        mininterval=1,
-        disable=not shown,
-        unit="step",
-        dynamic_ncols=False,
-    )
+    return series
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -232,122 +173,73 @@ def evaluate(
     Leaves the model in training mode.
     """
     device = next(model.parameters()).device
+    total, n_targets = 0.0, 0
     model.eval()
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
-    total = torch.zeros((), device=device, dtype=dtype)
-    n_targets = 0
-    try:
-        for batch in batches:
-            with autocast(precision, device):
-                total += loss_fn(model, to_device(batch, device))
-            n_targets += count_targets(batch)
-    finally:
-        model.train()
-    return float(total) / max(n_targets, 1)
+    for batch in batches:
+        with autocast(precision, device):
+            total += loss_fn(model, to_device(batch, device)).item()
+        n_targets += count_targets(batch)
+    model.train()
+    return total / n_targets
 
 
-def _why_non_finite(log: StepLog, scaler: torch.amp.GradScaler) -> str:
-    first = len(log.rows) - log.non_finite_in_a_row + 1
-    text = f"the loss has been inf or NaN since step {first}: the forward pass overflows or the "
-    text += "weights are damaged. "
-    if scaler.is_enabled():
-        text += "No loss scale can mend that. Try precision: bf16 or fp32; if those fail too, a "
-        text += "lower "
-    else:
-        text += "Try a lower "
-    return text + "learning_rate, max_grad_norm: 1.0, or more lr_warmup_steps"
+def _require_finite(losses: list[float]) -> None:
+    """Raise FloatingPointError if the last NON_FINITE_LIMIT losses, or more, are inf or NaN."""
+    n_finite = len(losses)
+    while n_finite and not math.isfinite(losses[n_finite - 1]):
+        n_finite -= 1
+    if len(losses) - n_finite >= NON_FINITE_LIMIT:
+        raise FloatingPointError(
+            f"the loss has been inf or NaN since step {n_finite + 1}: the forward pass overflows "
+            "(in fp16 no loss scale can mend that, bf16 or fp32 may) or the weights are damaged. "
+            "Try a lower learning_rate, max_grad_norm: 1.0, or more lr_warmup_steps"
+        )
 
 
 class StepLog:
-    """Collects a run's series.
+    """Fills a series. On CUDA nothing is read back from the device more than once a second."""
 
-    On CUDA nothing is read back from the device more than once a second.
-    """
-
-    KEPT = ("rows", "learning_rates", "held_out", "non_finite_in_a_row")  # in a saved state
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.pending: list[torch.Tensor] = []
-        self.rows: list[list[float]] = []  # loss, grad_norm, loss_scale
-        self.learning_rates: list[float] = []
-        self.held_out: list[tuple[int, float]] = []
-        self.earlier_ms: list[float] = []  # of steps taken before this process continued the run
-        self.marks: list[tuple[Any, Any]] = []
-        self.non_finite_in_a_row = 0
+    def __init__(self, series: Series, device: torch.device) -> None:
+        self.series, self.cuda = series, device.type == "cuda"
+        self.rows: list[torch.Tensor] = []  # of steps that are not read yet
+        self.marks: list[tuple[Any, Any]] = []  # where they begin and end
         self.last_read = time.monotonic()
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
+        """Return a time: the clock's, or an event that a CUDA device will pass."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def start(self) -> None:
-        self.begun = self._mark()
-
-    def stop(
-        self,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor | None,  # None where clipping is off
-        scale: torch.Tensor,
-        learning_rate: float,
-    ) -> None:
-        self.marks.append((self.begun, self._mark()))
-        if grad_norm is None:
-            grad_norm = torch.full_like(loss, math.nan)
-        self.pending.append(torch.stack([loss.float(), grad_norm.float(), scale.float()]))
-        self.learning_rates.append(learning_rate)
-
-    @property
-    def n_complete(self) -> int:
-        return len(self.learning_rates)
+    def add(self, begin: Any, *numbers: torch.Tensor) -> None:
+        """Note a step that ends now: its loss, gradient norm, and the scale before and after it."""
+        self.marks.append((begin, self.mark()))
+        self.rows.append(torch.stack([number.float() for number in numbers]))
 
     def due(self) -> bool:
         return not self.cuda or time.monotonic() - self.last_read > 1
 
     def read(self) -> float:
         """Fetch what is pending (this waits for the device) and return the last loss."""
-        if self.pending:
-            for row in torch.stack(self.pending).tolist():
-                self.rows.append(row)
-                self.non_finite_in_a_row += 1
-                if math.isfinite(row[0]):
-                    self.non_finite_in_a_row = 0
-            self.pending = []
-        self.last_read = time.monotonic()
-        return self.rows[-1][0] if self.rows else math.nan
+        series = self.series
+        if self.rows:
+            losses, grad_norms, scales, next_scales = torch.stack(self.rows, dim=1).tolist()
+            series.loss.extend(losses)
+            series.grad_norm.extend(grad_norms)
+            series.loss_scale.extend(scales)
+            series.skipped.extend(map(operator.lt, next_scales, scales))
+        for begin, end in self.marks:
+            ms = begin.elapsed_time(end) if self.cuda else 1000 * (end - begin)
+            series.step_ms.append(ms)
+        self.rows, self.marks, self.last_read = [], [], time.monotonic()
+        return series.loss[-1] if series.loss else math.nan
 
-    def step_ms(self) -> list[float]:
-        if self.cuda:
-            torch.cuda.synchronize()
-        found = list(self.earlier_ms)
-        for start, end in self.marks:
-            found.append(start.elapsed_time(end) if self.cuda else 1000 * (end - start))
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list]:
         self.read()
-        return {key: getattr(self, key) for key in self.KEPT} | {"earlier_ms": self.step_ms()}
+        return self.series.model_dump()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key in (*self.KEPT, "earlier_ms"):
-            setattr(self, key, state[key])
-
-    def series(self, final_scale: float) -> Series:
-        loss, grad_norm, scale = [], [], []
-        for row in self.rows:
-            loss.append(row[0])
-            grad_norm.append(row[1])
-            scale.append(row[2])
-        # A scale that fell means that inf or NaN was found, and the step skipped.
-        after = [*scale[1:], final_scale]
-        return Series(
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=self.learning_rates,
-            loss_scale=scale,
-            skipped=[new < old for old, new in zip(scale, after, strict=False)],
-            step_ms=self.step_ms(),
-        )
+    def load_state_dict(self, state: dict[str, list]) -> None:
+        for key, values in state.items():
+            getattr(self.series, key).extend(values)

@@ -7,7 +7,7 @@ import pytest
 
 from labutils import pages
 from labutils.pages import page
-from labutils.training.records import RunRecord
+from labutils.training.runs import RunRecord
 from tests.helpers import REPO
 
 NOTEBOOKS = sorted(REPO.glob("0*.ipynb"))

@@ -93,11 +93,11 @@ def test_accumulated_windows_equal_full_batches(precision, expected):
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_losses_of_accumulated_windows_equal_those_of_full_batches(precision):
-    series = []
+    losses = []
     for batches, accumulate in ((full_batches(), 1), (micro_batches(), 4)):
         model = lab.build_model("gpt2-nano", dropout=0.0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        record = lab.train(
+        series = lab.train(
             model,
             batches,
             lab.lm_loss_sum,
@@ -108,9 +108,9 @@ def test_losses_of_accumulated_windows_equal_those_of_full_batches(precision):
             scaler=grad_scaler(precision, CPU, init_scale=2.0**10),
             progress=False,
         )
-        series.append(record.series.loss)
-    assert len(series[1]) == 2
-    assert series[1] == pytest.approx(series[0], rel=TOLERANCE[precision])
+        losses.append(series.loss)
+    assert len(losses[1]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE[precision])
 
 
 class Scaler:
@@ -277,7 +277,7 @@ def test_logging_the_last_micro_batch_is_caught(monkeypatch):
         monkeypatch.setattr(module, "take_step", step)
         model = lab.build_model("gpt2-nano", dropout=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        record = lab.train(
+        series = lab.train(
             model,
             micro_batches(),
             lab.lm_loss_sum,
@@ -286,7 +286,7 @@ def test_logging_the_last_micro_batch_is_caught(monkeypatch):
             grad_accum_steps=4,
             progress=False,
         )
-        losses.append(record.series.loss[0])
+        losses.append(series.loss[0])
     model = lab.build_model("gpt2-nano", dropout=0.0)
     window = micro_batches()[:4]
     with torch.no_grad():

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import labutils as lab
-from labutils.training.records import find_runs
+from labutils.training.runs import find_runs
 from tests.helpers import REPO
 
 pytestmark = pytest.mark.processes

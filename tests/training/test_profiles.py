@@ -24,6 +24,6 @@ def test_operations_are_counted_and_annotations_left_out():
 def test_operations_are_summed_by_kind():
     own = {"addmm": (3.0, 2), "mm": (1.0, 1), "add": (0.5, 4), "_softmax": (2.0, 1)}
     own["_scaled_dot_product_flash_attention_for_cpu"] = (8.0, 1)
-    found = profiles.ms_by_kind(own)
+    by_kind = profiles.ms_by_kind(own)
     expected = {"product": 4.0, "elementwise": 0.5, "norm or softmax": 2.0, "flash attention": 8.0}
-    assert found == expected
+    assert by_kind == expected

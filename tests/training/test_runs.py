@@ -1,30 +1,30 @@
-"""From a config to a record: every key reaches the run, and every end keeps what there is."""
+"""From a config to a record: every key reaches the run, every end keeps what there is."""
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
+import sys
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 import labutils as lab
 from labutils import machine
-from labutils.training import records
+from labutils.files import new_id, write_atomically
 from labutils.training import runs as module
-from labutils.training.records import load_record
+from labutils.training.runs import RecordError, RunRecord, Timing, load_record
+from labutils.training.train import Series
 from labutils.workload import build as workload_build
 from labutils.workload import data
 from labutils.workload.build import build_data, build_experiment_model, build_optimizer
-from tests.helpers import CPU, rate_of, slow
+from tests.helpers import CPU, REPO, rate_of, slow
 
-TINY = {
-    "name": "tiny",
-    "steps": 3,
-    "seq_len": 16,
-    "micro_batch_size": 2,
-    "tokens_per_step": 64,
-    "lr_warmup_steps": 1,
-}
+TINY = {"name": "tiny", "steps": 3, "lr_warmup_steps": 1}
+TINY |= {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64}
 
 
 def run(name="fp32", rerun=True, **changes):
@@ -35,21 +35,6 @@ def run(name="fp32", rerun=True, **changes):
 @pytest.fixture(autouse=True)
 def own_folder(runs):
     """Every test begins without records."""
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The arguments that a run gives to `train` and to `measure_step`."""
-    seen = {}
-    for name in ("train", "measure_step"):
-        real = getattr(module, name)
-
-        def spy(*args, _real=real, _name=name, **options):
-            seen[_name] = args, options
-            return _real(*args, **options)
-
-        monkeypatch.setattr(module, name, spy)
-    return seen
 
 
 def fails(error):
@@ -64,40 +49,35 @@ def fails(error):
 # ---- What is run
 
 
-def test_values_of_the_config_reach_training_and_measurement(calls):
-    values = {
-        "init_scale": 512.0,
-        "growth_interval": 7,
-        "max_grad_norm": 0.5,
-        "eval_every": 2,
-        "dropout": 0.25,
-    }
-    values |= {"loss_chunk_tokens": 10, "gradient_checkpointing": "block"}
-    run("fp16", **values, activation="gelu_tanh", seed=5, learning_rate=1e-3, lr_schedule="cosine")
-    (model, _, loss_fn, optimizer), options = calls["train"]
+def test_values_of_the_config_reach_training_and_measurement(monkeypatch):
+    seen = {}
+
+    def spied(called, real, *args, **options):
+        seen[called] = args, options
+        return real(*args, **options)
+
+    for name in ("train", "measure_step"):
+        monkeypatch.setattr(module, name, partial(spied, name, getattr(module, name)))
+    values = {"init_scale": 512.0, "growth_interval": 7, "max_grad_norm": 0.5, "eval_every": 2}
+    values |= {"loss_chunk_tokens": 10, "gradient_checkpointing": "block", "dropout": 0.25}
+    run("fp16", **values, activation="gelu_tanh")
+    (model, _, loss_fn, optimizer), options = seen["train"]
     assert loss_fn.keywords == {"chunk_tokens": 10}
     assert model.transformer.h.policy.name == "block"
     rates = model.config.resid_pdrop, model.config.attn_pdrop, model.config.embd_pdrop
     assert rates == (0.25,) * 3
     assert model.config.activation_function == "gelu_pytorch_tanh"
-    assert options["precision"] == "fp16"
     assert (options["steps"], options["grad_accum_steps"], options["eval_every"]) == (3, 2, 2)
-    assert options["max_grad_norm"] == 0.5
-    assert options["scaler"].is_enabled()
-    assert options["scaler"].get_growth_interval() == 7
-    right = rate_of(2, lab.load_config("fp16", **TINY, learning_rate=1e-3))
-    assert options["learning_rate_at"](2) == right
-    assert optimizer.defaults["fused"]
-    (_, micro_batches, _, _), options = calls["measure_step"]
-    assert len(micro_batches) == 2
-    assert options["max_grad_norm"] == 0.5
-    assert options["scaler"].get_scale() == 512.0
-    assert options["precision"] == "fp16"
+    assert options["scaler"].get_growth_interval() == 7 and optimizer.defaults["fused"]
+    (_, micro_batches, _, _), measured = seen["measure_step"]
+    assert len(micro_batches) == 2 and measured["scaler"].get_scale() == 512.0
+    for how in (options, measured):
+        assert (how["precision"], how["max_grad_norm"]) == ("fp16", 0.5)
 
 
 def test_run_equals_the_loop_written_out():
     """Accumulation, schedule, clipping, seed and data of a run, against ten lines by hand."""
-    values = {"dropout": 0.0, "learning_rate": 1e-2, "max_grad_norm": 0.3}
+    values = {"dropout": 0.0, "learning_rate": 1e-2, "max_grad_norm": 0.3, "seed": 5}
     record = run(**values)
     config = lab.load_config("fp32", **TINY, **values).on("cpu")
     whole = build_data(config)
@@ -114,6 +94,7 @@ def test_run_equals_the_loop_written_out():
         optimizer.zero_grad()
         assert record.series.loss[step] == pytest.approx(loss.item(), rel=1e-5)
         assert record.series.grad_norm[step] == pytest.approx(norm.item(), rel=1e-4)
+        assert record.series.learning_rate[step] == rate_of(step, config)
     assert record.corpus == whole.corpus.digest
 
 
@@ -122,10 +103,9 @@ def test_held_out_text_is_not_trained_on_and_does_not_depend_on_the_batch():
     for size in (2, 4):
         config = lab.load_config("fp32", **(TINY | {"micro_batch_size": size})).on("cpu")
         whole = build_data(config)
-        train, _ = whole.corpus.split(16)
+        trained = set(map(tuple, whole.corpus.split(16)[0].tolist()))
         held_out.append(torch.cat([batch["input_ids"] for batch in whole.held_out]))
-        trained = {tuple(row) for row in train.tolist()}
-        assert not any(tuple(row) in trained for row in held_out[-1].tolist())
+        assert not trained & set(map(tuple, held_out[-1].tolist()))
     assert torch.equal(*held_out)
 
 
@@ -134,7 +114,7 @@ def test_slow_precision_runs_fewer_steps_and_the_record_says_so(monkeypatch):
     record = run("bf16", steps=9)
     assert (record.steps_planned, len(record.series.loss), record.config["steps"]) == (8, 8, 9)
     monkeypatch.setattr(machine, "cpu_slowdown", lambda dtype: 1.0)
-    assert len(run("bf16", steps=9).series.loss) == 9
+    assert len(run("bf16", steps=9, rerun=False).series.loss) == 9
 
 
 # ---- What is kept of it
@@ -142,34 +122,39 @@ def test_slow_precision_runs_fewer_steps_and_the_record_says_so(monkeypatch):
 
 def test_a_run_saves_what_it_was_and_what_it_gave(runs):
     record = run(steps=6, save_every=4)
-    loaded = load_record(runs / f"tiny-{record.id}.json")
+    assert load_record(runs / f"tiny-{record.id}.json") == record
     assert not list(runs.glob("*.state"))  # of a completed run
-    assert loaded == record
-    assert (loaded.config["steps"], loaded.config["model"]) == (6, "gpt2-nano")
-    series = loaded.series
+    assert (record.config["steps"], record.config["model"]) == (6, "gpt2-nano")
+    series, timing = record.series, record.timing
     assert len(series.loss) == len(series.grad_norm) == len(series.step_ms) == 6
-    assert loaded.held_out[-1][0] == 6
-    assert loaded.memory.peak_bytes > 16e6
-    assert 0 < loaded.epochs < 1
-    assert {"device", "torch", "transformers", "python", "commit"} <= set(loaded.environment)
+    assert series.held_out[-1][0] == 6 and record.memory.peak_bytes > 16e6
+    assert 0 < record.epochs < 1
+    assert {"device", "torch", "transformers", "python", "commit"} <= record.environment.keys()
     timed = sorted(series.step_ms[2:])  # the first two are left out
-    assert loaded.timing.median_step_ms == pytest.approx((timed[1] + timed[2]) / 2)
-    assert loaded.timing.tokens_per_s == pytest.approx(64 / loaded.timing.median_step_ms * 1000)
+    assert timing.median_step_ms == pytest.approx((timed[1] + timed[2]) / 2)
+    assert timing.tokens_per_s == pytest.approx(64 / timing.median_step_ms * 1000)
+    rate, timing_from = module.peak_rate("fp32", CPU)
     per_token = module.flops_per_token(lab.build_model("gpt2-nano"), 16)
-    rate, source = module.peak_rate("fp32", CPU)
-    assert loaded.timing.mfu == pytest.approx(per_token * loaded.timing.tokens_per_s / rate)
-    assert loaded.timing.mfu_denominator == source
+    assert timing.mfu == pytest.approx(per_token * timing.tokens_per_s / rate)
+    assert timing.mfu_denominator == timing_from
 
 
-def test_an_equal_run_is_reused_and_rerun_forces(runs, capsys):
-    config = lab.load_config("fp32", **TINY)
-    first = lab.run_experiment(config)
-    assert lab.run_experiment(config).id == first.id
-    assert "reusing" in capsys.readouterr().out
-    again = lab.run_experiment(config, rerun=True)
-    assert again.id != first.id
-    assert again.series.loss == first.series.loss
-    assert len(list(runs.glob("tiny-*.json"))) == 2
+def test_an_equal_run_is_reused_and_says_so_and_rerun_forces(runs, monkeypatch, capsys):
+    first = run()
+    assert capsys.readouterr().out == ""  # without progress
+    first.model_copy(update={"name": "other"}).save()
+    config, read, paths = lab.load_config("fp32", **TINY), module.load_record, []
+    monkeypatch.setattr(module, "load_record", lambda path: paths.append(path.name) or read(path))
+    assert lab.run_experiment(config, device=CPU).id == first.id
+    assert f"tiny: reusing run {first.id} (equal config, code" in capsys.readouterr().out
+    assert paths == [f"tiny-{first.id}.json"]  # no record of another name is read
+    again = lab.run_experiment(config, device=CPU, rerun=True)
+    assert again.id != first.id and again.series.loss == first.series.loss
+    printed = capsys.readouterr().out
+    assert "tiny: override: " in printed and "steps 3 (instead of 60)" in printed
+    assert f"tiny: saved tiny-{again.id}.json" in printed
+    monkeypatch.setattr(module, "code_version", lambda: "another")
+    assert run(rerun=False).id not in (first.id, again.id)
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 4}, {"weight_decay": 0.0}], ids=str)
@@ -178,36 +163,12 @@ def test_a_different_run_is_not_reused_and_gives_other_losses(change):
     assert first.id != other.id and first.series.loss != other.series.loss
 
 
-def test_only_records_of_its_name_are_read_before_a_run(monkeypatch):
-    first = run()
-    first.model_copy(update={"name": "other"}).save()
-    paths = []
-
-    def reading(path):
-        paths.append(path.name)
-        return load_record(path)
-
-    monkeypatch.setattr(records, "load_record", reading)
-    assert run(rerun=False).id == first.id
-    assert paths == [f"tiny-{first.id}.json"]
-
-
 def test_a_precision_that_the_device_lacks_is_a_row_with_its_reason():
-    rows = lab.run_experiments(["fp32", "tf32"], progress=False)
-    table = lab.compare(rows)
-    assert table.loc["fp32", "outcome"] == "completed"
+    configs = lab.load_config("fp32", **TINY), "tf32"
+    table = lab.compare(lab.run_experiments(configs, progress=False))
+    assert table.loc["tiny", "outcome"] == "completed"
     assert table.loc["tf32", "outcome"].startswith("unsupported: TF32")
-    assert lab.readable(table).loc["tf32", "step_ms"] == "–"
-
-
-def test_a_run_says_what_is_not_from_its_file_and_a_quiet_one_says_nothing(capsys):
-    config = lab.load_config("fp32", **TINY)
-    lab.run_experiment(config, device=CPU, progress=False)
-    assert capsys.readouterr().out == ""
-    lab.run_experiment(config, device=CPU, rerun=True)
-    printed = capsys.readouterr().out
-    assert "tiny: override: " in printed and "steps 3" in printed
-    assert "tiny: saved tiny-" in printed
+    assert module.readable(table).loc["tf32", "step_ms"] == "–"
 
 
 # ---- How it can end
@@ -222,28 +183,30 @@ def test_no_room_before_the_first_step_is_an_outcome_with_ways_out(monkeypatch):
     assert load_record(record.id) == record
 
 
-def test_running_out_of_memory_while_measuring_keeps_the_training(monkeypatch):
-    error = torch.OutOfMemoryError("CUDA out of memory.")
-    monkeypatch.setattr(module, "measure_step", fails(error))
-    record = run()
-    assert (record.outcome, len(record.series.loss)) == ("out_of_memory", 3)
-    assert record.reason.startswith("after training, while memory was measured")
-    assert record.timing is not None
+ENDS = {
+    "out_of_memory": (torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory."),
+    "interrupted": (KeyboardInterrupt(), "stopped (Ctrl-C or SIGTERM)"),
+    "non_finite": (FloatingPointError("the loss"), "the loss"),
+}
 
 
-def test_ctrl_c_saves_a_partial_record(monkeypatch):
-    real = data.batches
+@pytest.mark.parametrize("place", ["while training", "while measuring"])
+@pytest.mark.parametrize("outcome", ENDS)
+def test_what_ends_a_run_keeps_its_record(outcome, place, monkeypatch):
+    error, reason = ENDS[outcome]
+    real, n_done = data.batches, 3 if place == "while measuring" else 2
 
     def few(blocks, micro_batch_size, seed):
         for i, batch in enumerate(real(blocks, micro_batch_size, seed)):
-            if i == 4 and seed == 7:  # the training batches; the held-out ones have another seed
-                raise KeyboardInterrupt
+            if i == 2 * n_done:
+                raise error
             yield batch
 
     monkeypatch.setattr(data, "batches", few)
-    record = run(seed=7)
-    assert (record.outcome, len(record.series.loss), record.memory) == ("interrupted", 2, None)
-    assert load_record(record.id).series.loss == record.series.loss
+    record = run()
+    assert (record.outcome, len(record.series.loss), record.memory) == (outcome, n_done, None)
+    assert record.reason.startswith(f"after {n_done} of 3 steps: {reason}")
+    assert record.timing and load_record(record.id) == record
 
 
 def test_ctrl_c_in_a_notebook_saves_the_record_and_stops_run_all(monkeypatch):
@@ -281,3 +244,87 @@ def test_nothing_of_the_model_outlives_its_run(changes, monkeypatch):
     lab.free_memory()
     assert len(references) > 20
     assert not [reference for reference in references if reference() is not None]
+
+
+# ---- Files
+
+
+def record(name="fp32", ms=10.0, **changes):
+    run_id, created = new_id()
+    series = Series(loss=[3.0, 2.0], step_ms=[ms, ms])
+    timing = {"mfu": 0.5, "mfu_denominator": "", "tokens_per_s": 1e4 / ms}
+    values = {"id": run_id, "created": created, "name": name, "series": series, "corpus": "c"}
+    values |= {"environment": {"device": "a", "torch": "1"}, "tokens_per_step": 10}
+    values |= {"config": {"precision": name, "steps": 2}}
+    values["timing"] = Timing(median_step_ms=ms, **timing)
+    return RunRecord(**(values | changes))
+
+
+def test_a_record_survives_its_file_with_inf_and_nan_and_is_not_overwritten(runs):
+    saved = record(series=Series(loss=[math.nan, math.inf, 1.0], grad_norm=[-math.inf, 0.0, 1.0]))
+    path = saved.save()
+    loaded = load_record(path).series
+    assert math.isnan(loaded.loss[0]) and loaded.loss[1:] == [math.inf, 1.0]
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    with pytest.raises(FileExistsError):
+        saved.save()
+
+
+def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
+    target = tmp_path / "x.json"
+    write_atomically(target, b"old")
+    code = "import os, labutils.files as files, pathlib\nos.fsync = lambda fd: os._exit(9)\n"
+    code += f"files.write_atomically(pathlib.Path({str(target)!r}), b'new' * 1000)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 9
+    assert target.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"version": 1}', b"\x00\xff"])
+def test_damaged_record_is_a_clear_error_and_hides_no_other(runs, content):
+    good = record()
+    good.save()
+    bad = runs / "bad-20260101-000000-abcd.json"
+    bad.write_bytes(content)
+    with pytest.raises(RecordError, match="is not a version 3 record"):
+        load_record(bad)
+    newer = good.model_copy(update={"id": "29990101-000000-0000"})
+    newer.save()
+    records, (damaged,) = lab.find_runs()
+    assert records == [good, newer] and "bad-2026" in damaged
+    assert (load_record("fp32"), load_record(good.id)) == (newer, good)
+
+
+# ---- Side by side
+
+
+def test_the_first_record_is_the_baseline():
+    table = lab.compare([record("fp32", 10.0), record("bf16", 5.0), record("slow", 30.0)])
+    assert table.speedup.tolist() == pytest.approx([1.0, 2.0, 1 / 3])
+    assert table.precision.tolist() == ["fp32", "bf16", "slow"]
+    assert table.attrs["notes"] == []
+    assert module.readable(table).loc["slow", "speedup"] == "0.333"
+    again = record(id="29990101-000000-0000")
+    names = lab.compare([record(), again, record("bf16")]).index[1:].tolist()
+    assert names == ["fp32-29990101-000000-0000", "bf16"]
+
+
+def test_losses_are_compared_at_equal_tokens():
+    short = record("bf16", series=Series(loss=[4.0], step_ms=[1.0]))
+    table = lab.compare([record("fp32"), short, record("large", tokens_per_step=20)])
+    assert table.loss.tolist()[:2] == [3.0, 4.0] and math.isnan(table.loss["large"])
+    assert table.steps.tolist() == [2, 1, 2]
+    assert "after 10 tokens" in table.attrs["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"corpus": "d"}, "corpus: c, d"),
+        ({"environment": {"device": "b", "torch": "1"}}, "device: a, b"),
+        ({"code": "x"}, "code version"),
+        ({"tokens_per_step": 20}, "tokens per step: 10, 20"),
+    ],
+)
+def test_unequal_runs_are_pointed_out(change, word):
+    notes = lab.compare([record("fp32"), record("bf16", **change)]).attrs["notes"]
+    assert f"Unequal {word}" in notes[0]

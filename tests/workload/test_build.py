@@ -19,10 +19,10 @@ def test_a_workload_trains_one_step_as_its_config_says():
     assert batch["input_ids"].shape == (2, 32)
     assert work.model.training and not work.scaler.is_enabled()
     before = work.loss_fn(work.model, batch).item()
-    record = lab.train(
+    series = lab.train(
         work.model, iter([batch]), work.loss_fn, work.optimizer, steps=1, progress=False
     )
-    assert record.series.loss == pytest.approx([before / (2 * 31)])
+    assert series.loss == pytest.approx([before / (2 * 31)])
     assert work.loss_fn(work.model, batch).item() < before
 
 
