@@ -88,7 +88,7 @@ def test_a_round_keeps_the_fastest_of_its_passes(monkeypatch):
 
 
 def test_product_speeds_leave_out_what_the_device_lacks(monkeypatch):
-    monkeypatch.setattr(noise.here, "matmul_rate", lambda dtype, *_, **__: dtype.itemsize / 8)
+    monkeypatch.setattr(noise.machine, "matmul_rate", lambda dtype, *_, **__: dtype.itemsize / 8)
     speeds = lab.product_speeds(("fp32", "tf32", "bf16"), CPU)
     assert {name: speed.mean for name, speed in speeds.items()} == {
         "fp32": pytest.approx(1.0),
