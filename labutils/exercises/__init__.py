@@ -17,9 +17,7 @@ from labutils.exercises.accumulation import (
 from labutils.exercises.checkpoint_code import mended_forward, own_checkpoint
 from labutils.exercises.checkpointing import best_segments, block_runs, swiglu_kept
 from labutils.exercises.core import EXERCISES, VERDICTS, hint
-from labutils.exercises.eight_bits import blockwise_fp8
 from labutils.exercises.mixed_precision import amp_step, control_runs, scaler_log
-from labutils.exercises.numerics import lost_below
 from labutils.exercises.profiling import (
     history,
     largest_batch,
@@ -42,7 +40,6 @@ __all__ = [
     "amp_window",
     "best_segments",
     "block_runs",
-    "blockwise_fp8",
     "break_one",
     "control_runs",
     "failures",
@@ -51,7 +48,6 @@ __all__ = [
     "history",
     "largest_batch",
     "leak",
-    "lost_below",
     "mended_forward",
     "nvidia_smi",
     "own_checkpoint",

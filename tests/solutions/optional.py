@@ -1,5 +1,7 @@
 """Answers to the exercises that optional notebooks judge in a cell of their own."""
 
+import math
+
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -27,6 +29,34 @@ def larger_sum(operations):
     return max(host + operations[-1][1], operations[0][0] + device)
 
 
+def round_to_fp8(x, dtype, block=None):
+    largest = torch.finfo(dtype).max
+    parts = x.view(-1, block or x.numel())
+    scale = largest / parts.abs().amax(1, keepdim=True)
+    return ((parts * scale).clamp(-largest, largest).to(dtype).float() / scale).view(x.shape)
+
+
+def by_loop(x, block):
+    rounded = x.clone()
+    for row in rounded:
+        for part in row.split(block):
+            largest = part.abs().max().clamp(min=1e-30)
+            part.copy_((part * (448 / largest)).to(torch.float8_e4m3fn).float() * largest / 448)
+    return rounded
+
+
+def lost_below(weight, dtype, direction):
+    mantissa, exponent = math.frexp(weight)
+    spacing = torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
+    is_power_of_two = mantissa == 0.5
+    return spacing / 4 if is_power_of_two and direction < 0 else spacing / 2
+
+
+def half_to_neighbour(weight, dtype, direction):
+    toward = torch.tensor(math.copysign(math.inf, direction), dtype=dtype)
+    return (torch.tensor(weight, dtype=dtype).nextafter(toward).item() - weight) * direction / 2
+
+
 def keeping(*shapes):
     """Return a policy that keeps attention, and the products with weights of these shapes."""
 
@@ -39,6 +69,7 @@ def keeping(*shapes):
     return policy
 
 
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 QKV, PROJ, UP = (128, 384), (128, 128), (128, 512)
 BLOCK = {
     "lab": lab,
@@ -119,6 +150,38 @@ CELLS = [
                 ("['the weights move', 'clipping'", broken(amp_step, (STEP, ""))),
                 ("['an overflow is skipped']", broken(amp_step, (STEP, "    optimizer.step()\n"))),
                 ("['old gradients are cleared']", broken(amp_step, (ZERO, ""))),
+            ],
+        ),
+    ),
+    (
+        "eight_bits",
+        "71785714",
+        "my_blocks",
+        {"torch": torch, "round_to_fp8": round_to_fp8},
+        Solution(
+            right=[by_loop, lambda x, block: round_to_fp8(x, E4M3, block).nan_to_num()],
+            wrong=[
+                ("a block of zeros", lambda x, block: round_to_fp8(x, E4M3, block)),
+                ("one scale for the whole tensor", lambda x, block: round_to_fp8(x, E4M3)),
+                ("for each row", lambda x, block: round_to_fp8(x, E4M3, x.shape[1])),
+                ("E5M2", lambda x, block: round_to_fp8(x, torch.float8_e5m2, block)),
+                ("nothing is rounded", lambda x, block: x),
+                ("differ from the right", lambda x, block: by_loop(x, 4)),
+            ],
+        ),
+    ),
+    (
+        "rounding",
+        "numerics-030",
+        "my_limit",
+        {"torch": torch},
+        Solution(
+            right=[lost_below, half_to_neighbour],
+            wrong=[
+                ("low for 1.5 in torch.bfloat16", lambda *_: 1e-9),
+                ("high for 0.375", lambda weight, dtype, direction: torch.finfo(dtype).eps / 2),
+                ("high for 1.5 in torch.float16", lambda w, _, up: lost_below(w, BF16, up)),
+                ("high for 0.25 in torch.float16, direction -1", lambda *w: lost_below(*w[:2], 1)),
             ],
         ),
     ),
