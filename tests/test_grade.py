@@ -62,7 +62,7 @@ OTHERS = {
     "no checkpoint": (submission(runs="my_runs = 12"), ["wrong: that is the step", "right"]),
     "too long": (
         submission(step=RIGHT_STEP.replace(", max_grad_norm)\n", ", 1e9)\n")),
-        ["right", "wrong: the step is longer"],
+        ["right", "wrong: optimizer step 1: the gradients are not clipped"],
     ),
     "raises": (
         submission(step="def my_step(*_):\n    raise OSError('no')"),

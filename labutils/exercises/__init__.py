@@ -1,65 +1,27 @@
 """Check an exercise: "right", or which misconception the answer shows.
 
-There is one module per notebook that has exercises, and a second one for the code of notebook 03.
-To add an exercise, write it in that module with `@exercise`, name it here, call it in the notebook
-as `lab.exercises.NAME(...)`, and add its answers to `tests/solutions/`.
+There is one module per notebook that has exercises, and a second one for the code of notebooks 03
+and 04. To add an exercise, write it in that module with `@exercise`, or in `choices.yaml`; name it
+here, call it in the notebook as `lab.exercises.NAME(...)`, and add answers to `tests/solutions/`.
 """
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
-from labutils.exercises.accumulation import (
-    accumulation_control,
-    accumulation_request,
-    amp_window,
-    break_one,
-    find_bug,
-)
+from labutils.exercises.accumulation import accumulation_control, amp_window, break_one
 from labutils.exercises.checkpoint_code import mended_forward, own_checkpoint
 from labutils.exercises.checkpointing import best_segments, block_runs, swiglu_kept
 from labutils.exercises.core import EXERCISES, VERDICTS, hint
-from labutils.exercises.eight_bits import blockwise_fp8
+from labutils.exercises.leaks import repair
 from labutils.exercises.mixed_precision import amp_step, control_runs, scaler_log
-from labutils.exercises.numerics import lost_below
-from labutils.exercises.profiling import (
-    history,
-    largest_batch,
+from labutils.exercises.profiling import history, largest_batch, nvidia_smi, planned_peak
+from labutils.exercises.quiz import (
+    accumulation_request,
+    find_bug,
     leak,
-    nvidia_smi,
-    planned_peak,
     products_in_backward,
-    repair,
+    self_test,
     useful_del,
 )
-from labutils.exercises.quiz import self_test
 from labutils.exercises.steps import failures
-
-__all__ = [
-    "EXERCISES",
-    "VERDICTS",
-    "accumulation_control",
-    "accumulation_request",
-    "amp_step",
-    "amp_window",
-    "best_segments",
-    "block_runs",
-    "blockwise_fp8",
-    "break_one",
-    "control_runs",
-    "failures",
-    "find_bug",
-    "hint",
-    "history",
-    "largest_batch",
-    "leak",
-    "lost_below",
-    "mended_forward",
-    "nvidia_smi",
-    "own_checkpoint",
-    "planned_peak",
-    "products_in_backward",
-    "repair",
-    "scaler_log",
-    "self_test",
-    "swiglu_kept",
-    "useful_del",
-]

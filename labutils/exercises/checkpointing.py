@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from labutils.exercises.core import exercise
+from labutils.exercises.core import Problem, exercise
 
 
 @exercise(
@@ -12,7 +12,7 @@ from labutils.exercises.core import exercise
     "The derivative of a · b needs b for a, and a for b.",
     "SiLU keeps its input. Its output is read by somebody, too.",
 )
-def swiglu_kept(width: int, answer: int | None) -> str | None:
+def swiglu_kept(width: int, answer: int) -> Problem:
     """Check how many times its input half a block with SwiGLU keeps; hidden layers are `width` h.
 
     It computes x + W3 (SiLU(W1 n) * W2 n), where n is the layer norm of x.
@@ -43,7 +43,7 @@ def swiglu_kept(width: int, answer: int | None) -> str | None:
     "first block?",
     "Does the unit in which backward begins differ from the others, or is it treated as they are?",
 )
-def block_runs(n_layer: int, unit: int, answer: int | None) -> str | None:
+def block_runs(n_layer: int, unit: int, answer: int) -> Problem:
     """Check how often a block's forward runs in one step.
 
     The model has `n_layer` blocks, checkpointed in units of `unit`.
@@ -74,7 +74,7 @@ def block_runs(n_layer: int, unit: int, answer: int | None) -> str | None:
     "keep, in inputs?",
     "Write the sum as a function of n, and try n smaller and larger until it no longer falls.",
 )
-def best_segments(n_layer: int, ratio: float, answer: float | None) -> str | None:
+def best_segments(n_layer: int, ratio: float, answer: float) -> Problem:
     """Check the number of equal segments with the smallest peak.
 
     Each layer keeps `ratio` times its input.

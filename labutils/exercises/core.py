@@ -1,7 +1,7 @@
 """What every exercise shares: its hints, its verdict, and the file for whoever grades.
 
 An exercise is a function that judges an answer, its last argument. It returns the misconception
-that the answer shows, or None (or a remark, `Right`) if the answer is right. No answer is printed.
+that the answer shows, or None if the answer is right. No answer is printed.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.linalg import norm
 
 VERDICTS = "LABUTILS_VERDICTS"  # names a file: each verdict is appended to it, a line of JSON
 OPEN = "Open: replace None by your answer and run the cell again."
-EXERCISES: dict[str, Callable[..., None]] = {}
+EXERCISES: dict[str, tuple[str, ...]] = {}  # their hints
 
-Judge = Callable[..., str | None]
-
-
-class Right(str):
-    """What a judge returns for a right answer about which there is something to say."""
+Problem = str | None  # a misconception; None if the answer is right
+Judge = Callable[..., Problem]
 
 
 def exercise(*hints: str) -> Callable[[Judge], Callable[..., None]]:
@@ -37,30 +38,24 @@ def exercise(*hints: str) -> Callable[[Judge], Callable[..., None]]:
         @functools.wraps(judge)
         def check(*arguments: object, **named: object) -> None:
             *given, answer = signature.bind(*arguments, **named).args
-            problem = None if answer is None else _problem(judge, given, answer)
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    problem = None if answer is None else judge(*given, answer)
+            except Exception as error:  # whatever the reader's answer raises is the verdict
+                problem = f"it raised {type(error).__name__}: {error}"
             if answer is None:
                 verdict, text = "open", OPEN
-            elif problem is None or isinstance(problem, Right):
-                verdict, text = "right", " ".join(["Right.", *filter(None, [problem])])
+            elif problem is None:
+                verdict, text = "right", "Right."
             else:
                 verdict, text = f"wrong: {problem}", f"Not yet: {problem}"
             print(text)
             _write(judge.__name__, verdict, given)
 
-        if judge.__name__ in EXERCISES:
-            raise ValueError(f"there are two exercises of the name {judge.__name__}")
-        EXERCISES[judge.__name__] = check
-        check.hints = hints
+        EXERCISES[judge.__name__] = hints
         return check
 
     return decorate
-
-
-def _problem(judge: Judge, given: list[object], answer: object) -> str | None:
-    try:
-        return judge(*given, answer)
-    except Exception as error:  # whatever the reader's answer raises is the verdict
-        return f"it raised {type(error).__name__}: {error}"
 
 
 def _write(name: str, verdict: str, given: list[object]) -> None:
@@ -79,6 +74,34 @@ def hint(exercise: str, number: int = 1) -> None:
     if exercise not in EXERCISES:
         print(f"There is no exercise {exercise!r}; there are: {', '.join(EXERCISES)}")
         return
-    hints = EXERCISES[exercise].hints
-    number = max(1, min(int(number), len(hints)))
+    hints = EXERCISES[exercise]
+    number = min(number, len(hints))
     print(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
+
+
+# ---- judges that several exercises share
+
+
+def recognised(
+    answer: Any, known: Mapping[Problem, Any], otherwise: str, tolerance: float
+) -> Problem:
+    """Return the misconception that gives this answer, a number or a vector; None if it is right.
+
+    `known` is {misconception, or None: the answer it gives}; the tolerance is relative.
+    """
+    for misconception, value in known.items():
+        if norm(answer - value) <= tolerance * norm(value):
+            return misconception
+    return otherwise
+
+
+def one_cause(first: Mapping, second: Mapping, problems: Mapping[str, str]) -> Problem:
+    """Return why two runs do not show the effect of the first key of `problems`, and of it alone.
+
+    `problems` has what to say if the first key is equal in both, or if another key differs.
+    """
+    cause = next(iter(problems))
+    for key, problem in problems.items():
+        if (first[key] == second[key]) == (key == cause):
+            return problem
+    return None

@@ -1,74 +1,36 @@
-"""Try a reader's training loop: does the floor of its memory stay flat, with the same losses?"""
+"""Exercise of notebook 04 that is code: a training loop whose floor of memory must stay flat."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from labutils.exercises.core import Problem, exercise
 from labutils.memory import snapshot
 
-N_STEPS, ROWS, WIDTH = 8, 64, 256
+N_STEPS, ROWS = 8, 64
 FIRST_COMPARED = 2  # the first two steps make gradients and what a loop keeps of one step
 # A step may keep a number or two as tensors: mse_loss keeps a storage of all rows for its mean.
 FLAT_BYTES = 16 * ROWS
-TOLERANCE = 1e-5
-Training = Callable[[nn.Module, list, tuple, torch.optim.Optimizer], Any]
+Training = Callable[..., Any]  # (model, batches, held_out, optimizer)
 
 
-class Trial:
-    """What a training returns, the model after it, and the bytes alive after each step."""
-
-    def __init__(self, training: Training) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        *batches, held_out = [(torch.randn(ROWS, 16), torch.randn(ROWS, 1)) for _ in range(9)]
-        self.floors: list[int] = []
-        with snapshot.record(torch.device("cpu")) as recorded:
-
-            def note_floor(*_: object) -> None:
-                self.floors.append(sum(n_bytes for _, n_bytes, _ in recorded.events))
-
-            optimizer.register_step_post_hook(note_floor)
-            self.result = training(self.model, batches, held_out, optimizer)
-
-
-def try_training(training: Training) -> str | None:
-    """Return what is wrong with a repaired training loop; None if it is right."""
-    trial = Trial(training)
-    if problem := _wrong_result(trial.result, Trial(without_leak).result):
-        return problem
-    n_steps = len(trial.floors)
-    if n_steps != N_STEPS:
-        return f"the optimizer stepped {n_steps} times; there are {N_STEPS} batches."
-    losses, curve, _ = trial.result
-    growth = (trial.floors[-1] - trial.floors[FIRST_COMPARED]) / (N_STEPS - 1 - FIRST_COMPARED)
-    if growth > FLAT_BYTES:
-        why = "Some list holds whole tensors. Which number of each is needed?"
-        if _has_graph(curve):
-            why = (
-                "The held-out losses that you return still have a graph, and no backward pass "
-                "frees what it keeps."
-            )
-        return (
-            f"the floor rises by {growth / 1024:,.1f} KiB a step. {why} `detach` lets go of a "
-            "graph; the tensor itself stays. `del` removes a name, and garbage collection frees "
-            "what nobody holds: a list holds these."
+def try_training(training: Training) -> tuple[Any, list[int], nn.Linear]:
+    """Return its result, the bytes alive after each optimizer step, and the model's first layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    *batches, held_out = [(torch.randn(ROWS, 16), torch.randn(ROWS, 1)) for _ in range(N_STEPS + 1)]
+    floors = []
+    with snapshot.record(torch.device("cpu")) as recorded:
+        optimizer.register_step_post_hook(
+            lambda *_: floors.append(sum(n_bytes for _, n_bytes, _ in recorded.events))
         )
-    if _has_graph(losses):
-        return (
-            "the floor is flat: backward has freed what the graphs kept. But each loss that you "
-            "return still holds its graph. Keep numbers."
-        )
-    if trial.model[0]._forward_hooks:
-        return (
-            "the floor is flat. But the hook is still registered after the training: a second "
-            "training would add another. `register_forward_hook` returns a handle with `remove()`."
-        )
-    return None
+        result = training(model, batches, held_out, optimizer)
+    return result, floors, model[0]
 
 
 def without_leak(model, batches, held_out, optimizer):
@@ -86,24 +48,63 @@ def without_leak(model, batches, held_out, optimizer):
     return losses, curve, max(largest)
 
 
-def _wrong_result(result: Any, right: tuple) -> str | None:
-    """Compare losses, held-out losses and the largest output."""
+def wrong_result(result: Any) -> Problem:
+    """Compare losses, held-out losses and the largest output with those of a loop that is right."""
     if not isinstance(result, tuple) or len(result) != 3:
         return "return three things: the losses, the held-out losses and the largest output."
-    for name, values, expected in zip(("losses", "held-out losses"), result, right, strict=False):
-        if not isinstance(values, Sequence | torch.Tensor) or len(values) != N_STEPS:
-            return f"the {name} are to be {N_STEPS}, one for each step."
-        if not _near(values, expected):
+    right = try_training(without_leak)[0]
+    names = "losses", "held-out losses", "largest output of all batches, and of held-out data,"
+    for name, values, expected in zip(names, result, right, strict=True):
+        numbers, right_numbers = torch.as_tensor(values), torch.as_tensor(expected)
+        if numbers.shape != right_numbers.shape:
+            return f"the {name} are to be {len(right_numbers)}, one for each step."
+        if not torch.allclose(numbers, right_numbers, rtol=0, atol=1e-5):
             return f"the {name} are others than before. A repair must not change the training."
-    if not _near([result[2]], [right[2]]):
-        return "the largest output is another one: it is that of all batches and of held-out data."
     return None
 
 
-def _near(values: Sequence[Any], expected: Sequence[float]) -> bool:
-    numbers = torch.tensor([float(value) for value in values])
-    return torch.allclose(numbers, torch.tensor(expected), rtol=0, atol=TOLERANCE)
+@exercise(
+    "List all that is still referenced when a step is over: three lists. What do they hold?",
+    "A tensor with a graph keeps what its graph keeps. Which of the three losses and outputs "
+    "never goes backward?",
+    "A Python number keeps nothing. Where can a number take the place of a tensor? And who "
+    "takes the hook away?",
+)
+def repair(training: Training) -> Problem:
+    """Check that a training loop no longer leaks.
 
-
-def _has_graph(values: Sequence[Any]) -> bool:
-    return any(getattr(value, "grad_fn", None) is not None for value in values)
+    The function is `training(model, batches, held_out, optimizer)`, with batches of (x, y). It
+    returns the loss of each step, the held-out loss after each step, and the largest output of
+    `model[0]`. It is run on a small network. The bytes alive after each optimizer step must not
+    rise, and the results must be those of the leaking loop.
+    """
+    result, floors, first_layer = try_training(training)
+    if problem := wrong_result(result):
+        return problem
+    if len(floors) != N_STEPS:
+        return f"the optimizer stepped {len(floors)} times; there are {N_STEPS} batches."
+    losses, curve, _ = result
+    growth = (floors[-1] - floors[FIRST_COMPARED]) / (N_STEPS - 1 - FIRST_COMPARED)
+    if growth > FLAT_BYTES:
+        why = "Some list holds whole tensors. Which number of each is needed?"
+        if getattr(curve[-1], "grad_fn", None):
+            why = (
+                "The held-out losses that you return still have a graph, and no backward pass "
+                "frees what it keeps."
+            )
+        return (
+            f"the floor rises by {growth / 1024:,.1f} KiB a step. {why} `detach` lets go of a "
+            "graph; the tensor itself stays. `del` removes a name, and garbage collection frees "
+            "what nobody holds: a list holds these."
+        )
+    if getattr(losses[-1], "grad_fn", None):
+        return (
+            "the floor is flat: backward has freed what the graphs kept. But each loss that you "
+            "return still holds its graph. Keep numbers."
+        )
+    if first_layer._forward_hooks:
+        return (
+            "the floor is flat. But the hook is still registered after the training: a second "
+            "training would add another. `register_forward_hook` returns a handle with `remove()`."
+        )
+    return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from labutils.exercises import steps
-from labutils.exercises.core import exercise
+from labutils.exercises.core import Problem, exercise, one_cause
 
 # The runs that the notebook lists.
-CONTROL_RUNS: dict[str, dict[str, str | float]] = {
+CONTROL_RUNS = {
     "A": {"products": "FP32", "weights": "FP32", "rate": 3e-5, "seed": 0},
     "B": {"products": "BF16", "weights": "FP32", "rate": 3e-5, "seed": 0},
     "C": {"products": "BF16", "weights": "BF16", "rate": 3e-5, "seed": 0},
@@ -23,13 +23,13 @@ CONTROL_RUNS: dict[str, dict[str, str | float]] = {
     "The norm that clipping compares with max_grad_norm must be that of the true gradients.",
     "What must happen to gradients before the next backward pass adds to them?",
 )
-def amp_step(step: Callable | None) -> str | None:
+def amp_step(step: Callable) -> Problem:
     """Check one FP16 training step: `step(model, x, y, optimizer, scaler, max_grad_norm)`.
 
-    The loss is the mean squared error. The step is run on a small network on the CPU: without
+    The loss is the mean squared error. The step is run on a linear layer on the CPU: without
     clipping, with it, on data that overflows, and repeatedly.
     """
-    return steps.first_problem(steps.on_one_batch(step), steps.make_batches([16]))
+    return steps.first_problem(steps.on_one_batch(step), 16)
 
 
 @exercise(
@@ -37,26 +37,24 @@ def amp_step(step: Callable | None) -> str | None:
     "Each skip halves the scale, five clean steps in a row double it. Where does it end?",
     "If the gradients were finite, some small scale would let them pass.",
 )
-def scaler_log(logs: Mapping[str, str], answer: Sequence[str] | None) -> str | None:
+def scaler_log(logs: Mapping[str, str], answer: Sequence[str]) -> Problem:
     """Check which log shows gradients that no scale makes finite, and which growing gradients.
 
     In a log each `.` is a clean step, each `x` a skipped one. The answer is two letters.
     """
-    if not isinstance(answer, (list, tuple)) or len(answer) != 2 or not set(answer) <= set(logs):
+    if len(set(answer)) != 2 or not set(answer) <= set(logs):
         return f"the answer is two of the letters {', '.join(logs)}, in the order of the questions."
     late_skips = {letter: log[len(log) // 2 :].count("x") for letter, log in logs.items()}
     *healthy, growing, hopeless = sorted(logs, key=late_skips.get)
-    if tuple(answer) == (hopeless, growing):
-        return None
-    if tuple(answer) == (growing, hopeless):
-        return "these are the two runs, but in the other order."
-    for letter in answer:
-        if letter in healthy:
+    for letter in healthy:
+        if letter in answer:
             return (
                 f"run {letter} is healthy: its scale started too high and was found by skipping. "
                 "Later one step is skipped after each doubling."
             )
-    return "two different runs are asked for."
+    if list(answer) != [hopeless, growing]:
+        return "these are the two runs, but in the other order."
+    return None
 
 
 @exercise(
@@ -64,19 +62,14 @@ def scaler_log(logs: Mapping[str, str], answer: Sequence[str] | None) -> str | N
     "Compare two runs key by key. How many keys differ?",
     "The seed counts, too: two seeds begin with other weights.",
 )
-def control_runs(answer: Sequence[str] | None) -> str | None:
+def control_runs(answer: Sequence[str]) -> Problem:
     """Check which two of CONTROL_RUNS show the effect of 16-bit weights alone: two letters."""
-    is_pair = isinstance(answer, (list, tuple, set)) and len(set(answer)) == 2
-    if not is_pair or not set(answer) <= set(CONTROL_RUNS):
+    if len(set(answer)) != 2 or not set(answer) <= set(CONTROL_RUNS):
         return f"the answer is a pair of the letters {', '.join(CONTROL_RUNS)}."
-    first, second = (CONTROL_RUNS[letter] for letter in answer)
-    unlike = [cause for cause in first if first[cause] != second[cause]]
-    if unlike == ["weights"]:
-        return None
-    if "weights" not in unlike:
-        return (
-            "the weights of both runs have the same dtype. So their difference says nothing about "
-            "16-bit weights."
-        )
-    others = ", ".join(cause for cause in unlike if cause != "weights")
-    return f"these runs differ in more than the weights ({others}). Which was the cause?"
+    problems = {
+        "weights": "the weights of both runs have the same dtype. So their difference says nothing "
+        "about 16-bit weights."
+    }
+    for cause in ("products", "rate", "seed"):
+        problems[cause] = f"the runs differ in more than the weights ({cause}). Which is the cause?"
+    return one_cause(*(CONTROL_RUNS[letter] for letter in answer), problems)

@@ -1,34 +1,49 @@
-"""The self-test at the end of a notebook: four choices a question, and why. See quizzes.yaml."""
+"""What has few answers is data: exercises of choices.yaml, and self-tests of quizzes.yaml."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-LETTERS = "abcd"
-Question = dict[str, Any]  # its text, the right letter, and {letter: choice and why}
+from labutils.exercises.core import Problem, exercise
 
 
 @cache
-def quizzes() -> dict[str, list[Question]]:
-    """Return the questions of each notebook."""
-    text = Path(__file__).with_name("quizzes.yaml").read_text(encoding="utf-8")
+def read(name: str) -> dict[str, Any]:
+    text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
+
+
+def choice(name: str) -> Callable[..., None]:
+    """Make an exercise of what choices.yaml says of it."""
+    table = read("choices")[name]
+
+    def judge(answer: Any) -> Problem:
+        choice = answer.strip().upper() if isinstance(answer, str) else answer
+        return table["answers"].get(choice, table["otherwise"])
+
+    judge.__name__, judge.__doc__ = name, table["asks"]
+    return exercise(*table["hints"])(judge)
+
+
+find_bug = choice("find_bug")
+accumulation_request = choice("accumulation_request")
+leak = choice("leak")
+products_in_backward = choice("products_in_backward")
+useful_del = choice("useful_del")
 
 
 def self_test(answers: Sequence[str | None], quiz: str) -> None:
     """Print the questions of a quiz, and for each answer whether it is right, and why.
 
     An answer is the letter of a choice. An answer of None is open: no reason is printed. Raises
-    ValueError for an unknown quiz.
+    KeyError for an unknown quiz.
     """
-    if quiz not in quizzes():
-        raise ValueError(f"there is no quiz {quiz!r}; there are: {', '.join(quizzes())}")
-    questions = quizzes()[quiz]
+    questions = read("quizzes")[quiz]
     if len(answers) != len(questions):
         print(f"There are {len(questions)} questions; the list has {len(answers)} entries.")
         return
@@ -36,14 +51,13 @@ def self_test(answers: Sequence[str | None], quiz: str) -> None:
         print(f"{number:2d}. {_answered(question, answer)}")
 
 
-def _answered(question: Question, answer: str | None) -> str:
+def _answered(question: dict[str, Any], answer: str | None) -> str:
     """Return the question with its choices, or with the chosen one and what is to say of it."""
-    choices, letter = question["choices"], str(answer).lower()
+    text, choices, letter = question["question"], question["choices"], str(answer).lower()
     if letter in choices:
         verdict = "right" if letter == question["right"] else "wrong"
         chosen = choices[letter]
-        line = f"{letter}) {chosen['choice']} ({chosen['why']})"
-        return f"{verdict}  {question['question']}\n       {line}"
+        return f"{verdict}  {text}\n       {letter}) {chosen['choice']} ({chosen['why']})"
     form = "" if answer is None else ' (answer by a letter, for example "a")'
-    lines = [f"{letter}) {choices[letter]['choice']}" for letter in LETTERS]
-    return "\n       ".join([f"open   {question['question']}{form}", *lines])
+    lines = [f"{letter}) {choice['choice']}" for letter, choice in choices.items()]
+    return "\n       ".join([f"open   {text}{form}", *lines])

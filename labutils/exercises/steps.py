@@ -1,86 +1,64 @@
-"""Runs of a reader's training step on a small network, and what each misconception would do there.
+"""Runs of a reader's training step, or epoch, on a toy; and which mistake gives which gradient.
 
-A step gets a window of micro-batches (x, y). A step on one batch is a window of one.
+A step gets a window of micro-batches (x, y). A step on one batch is a window of one, an epoch is
+several windows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-Rows = tuple[torch.Tensor, torch.Tensor]  # x (n, 4) and y (n, 1)
-Step = Callable[[nn.Module, list[Rows], torch.optim.Optimizer, torch.amp.GradScaler, float], object]
-RATE, LOSS_SCALE = 0.1, 256.0
-WINDOW_ROWS = (2, 12, 1, 6, 9, 4, 3)  # unequal, so that a mean of means differs from the mean
-NO_CLIPPING = 1e9  # a max_grad_norm that no gradient reaches
+from labutils.exercises.core import Problem, recognised
+
+Window = list[tuple[torch.Tensor, torch.Tensor]]  # micro-batches: x (rows, 4) and y (rows, 1)
+Step = Callable[..., object]  # (model, window, optimizer, scaler, max_grad_norm)
+Epoch = Callable[..., object]  # (model, batches, optimizer, grad_accum_steps, max_grad_norm)
+RATE, LOSS_SCALE, GRAD_ACCUM_STEPS = 0.1, 256.0, 3
+NO_CLIPPING, LOW_LIMIT = 1e9, 0.123  # a max_grad_norm that no gradient of a toy reaches, or each
 TOLERANCE = 0.03  # relative; FP16 products are off by some 0.001
 
 
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step did: the weights before, the gradient used, the rows seen so far."""
-
-    weights: torch.Tensor
-    gradient: torch.Tensor
-    rows_seen: int
-
-
 class Toy:
-    """A network 4 → 8 → 1 without biases, SGD and a gradient scaler; it notes what they do."""
+    """A linear layer 4 → 1, SGD and a gradient scaler; it notes what they do."""
 
-    def __init__(self, loss_scale: float = LOSS_SCALE) -> None:
-        generator = torch.Generator().manual_seed(0)
-        first, second = nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False)
-        for layer in (first, second):
-            nn.init.normal_(layer.weight, std=0.5, generator=generator)
-        self.model = nn.Sequential(first, nn.Tanh(), second)
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
-        self.rows: list[int] = []  # of each forward pass
-        self.dtypes: list[torch.dtype] = []
-        self.updates: list[Update] = []
-        self._before = self.weights()
-        first.register_forward_hook(self._note_forward)
-        self.optimizer.register_step_post_hook(self._note_update)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE)
+        self.dtypes = []  # of the output, for each forward pass
+        self.weights = []  # (5,): first, and after each optimizer step
+        self.n_passes = []  # forward passes until then
+        self._note_step()
+        self.model.register_forward_hook(lambda _, __, output: self.dtypes.append(output.dtype))
+        self.optimizer.register_step_post_hook(self._note_step)
 
-    def weights(self) -> torch.Tensor:
-        """Return a copy of all weights as one vector."""
-        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
+    def _note_step(self, *_: object) -> None:
+        self.weights.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
+        self.n_passes.append(len(self.dtypes))
 
-    def take(self, step: Step, window: list[Rows], max_grad_norm: float = NO_CLIPPING) -> Toy:
-        step(self.model, window, self.optimizer, self.scaler, max_grad_norm)
+    def take(self, step: Step, window: Window, max_grad_norm: float = NO_CLIPPING) -> Toy:
+        self.result = step(self.model, window, self.optimizer, self.scaler, max_grad_norm)
         return self
 
-    def _note_forward(self, _: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        self.rows.append(len(inputs[0]))
-        self.dtypes.append(output.dtype)
 
-    def _note_update(self, *_: object) -> None:
-        before, self._before = self._before, self.weights()
-        gradient = (before - self._before) / RATE
-        self.updates.append(Update(before, gradient, sum(self.rows)))
+def make_batches(*sizes: int) -> Window:
+    """Return micro-batches of random rows, the same each time."""
+    torch.manual_seed(1)
+    return [(torch.randn(n_rows, 4), torch.randn(n_rows, 1)) for n_rows in sizes]
 
 
-def make_batches(sizes: Sequence[int]) -> list[Rows]:
-    """Return batches of random rows, the same each time."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(sum(sizes), 4, generator=generator)
-    y = torch.randn(sum(sizes), 1, generator=generator)
-    return list(zip(x.split(list(sizes)), y.split(list(sizes)), strict=True))
+# ---- the right gradient, and those of the mistakes
 
 
-def mean_loss(weights: torch.Tensor, batches: Sequence[Rows]) -> torch.Tensor:
-    """Return the float32 mean squared error over all rows, for a toy with these weights."""
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    first, second = weights.split((32, 8))
-    output = torch.tanh(x @ first.view(8, 4).T) @ second.view(8, 1)
-    return nn.functional.mse_loss(output, y)
-
-
-mean_gradient = torch.func.grad(mean_loss)  # by the weights, as one vector
+def micro_losses(weights: torch.Tensor, window: Window) -> torch.Tensor:
+    """Return the mean squared error of each micro-batch, (n,), for a toy with these weights."""
+    slope, offset = weights.split((4, 1))
+    return torch.stack([(x @ slope[:, None] + offset - y).square().mean() for x, y in window])
 
 
 def clipped(vector: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -88,163 +66,184 @@ def clipped(vector: torch.Tensor, max_norm: float) -> torch.Tensor:
     return vector * min(1.0, max_norm / vector.norm().item())
 
 
-def clipped_each_time(weights: torch.Tensor, window: list[Rows], max_norm: float) -> torch.Tensor:
-    """Return the window's gradient if it is clipped after every micro-batch."""
-    total, n_rows = torch.zeros_like(weights), sum(len(y) for _, y in window)
-    for batch in window:
-        part = mean_gradient(weights, [batch]) * len(batch[1]) / n_rows
-        total = clipped(total + part, max_norm)
-    return total
+def candidates(
+    weights: torch.Tensor, window: Window, max_norm: float, leftover: torch.Tensor
+) -> dict[Problem, torch.Tensor]:
+    """Return {mistake: the gradient with which the optimizer then steps}; None has the right one.
 
-
-def wrong_sums(
-    weights: torch.Tensor, window: list[Rows], grad_accum_steps: int
-) -> dict[str, torch.Tensor]:
-    """Return {misconception: the gradient it gives}."""
-    rows = [len(y) for _, y in window]
-    means = [mean_gradient(weights, [batch]) for batch in window]
-    sums = [n * mean for n, mean in zip(rows, means, strict=True)]
+    `leftover` is the gradient of the step before.
+    """
+    rows = torch.tensor([[len(y)] for _, y in window])
+    means = torch.func.jacrev(micro_losses)(weights, window)  # (n, 5): of each micro-batch
+    parts = means * rows / rows.sum()
+    whole, clipped_each_time = parts.sum(0), torch.zeros_like(weights)
+    for part in parts:
+        clipped_each_time = clipped(clipped_each_time + part, max_norm)
     return {
-        "the micro-batches' means were added: the gradient grows with their number.": sum(means),
+        None: clipped(whole, max_norm),
+        "the gradients are not clipped.": whole,
+        "clipped after every micro-batch: parts of the window are cut before they are added.": (
+            clipped_each_time
+        ),
+        "scaled gradients were compared with max_grad_norm, and the scale taken out afterwards.": (
+            clipped(whole, max_norm / LOSS_SCALE)
+        ),
+        "older gradients were still there: they were never cleared.": (
+            clipped(leftover + whole, max_norm)
+        ),
+        "the micro-batches' means were added: the gradient grows with their number.": means.sum(0),
         "a mean of means: a row in a small micro-batch weighs more than one in a large "
-        f"(rows per micro-batch: {rows}).": sum(means) / len(means),
-        "a shorter last window was divided as if it were full.": sum(means) / grad_accum_steps,
-        "sums were added and never divided.": sum(sums),
+        f"(rows per micro-batch: {rows.flatten().tolist()}).": means.mean(0),
+        "a shorter last window was divided as if it were full.": means.sum(0) / GRAD_ACCUM_STEPS,
+        "sums were added and never divided.": whole * rows.sum(),
         "only the last micro-batch arrived: what the others left in .grad was shrunk or cleared.": (
-            sums[-1] / sum(rows)
+            parts[-1]
         ),
         "only the last micro-batch arrived, with its own mean.": means[-1],
+        "the step is as many times too long as the loss scale is large: is it ever taken out?": (
+            whole * LOSS_SCALE
+        ),
+        "the step is far too short: was the scale taken out more than once?": (
+            parts[-1] / LOSS_SCALE
+        ),
     }
 
 
-def is_near(gradient: torch.Tensor, right: torch.Tensor) -> bool:
-    return bool((gradient - right).norm() < TOLERANCE * right.norm())
-
-
-def diagnose(
-    gradient: torch.Tensor,
-    right: torch.Tensor,
-    misconceptions: Mapping[str, torch.Tensor],
-    otherwise: str,
-) -> str | None:
-    """Return the misconception that gives this gradient; None if it is right."""
-    if is_near(gradient, right):
-        return None
-    for misconception, vector in misconceptions.items():
-        if is_near(gradient, vector):
-            return misconception
-    return otherwise
-
-
-# ---- an FP16 step: each probe returns what is wrong
-
-
-def products(step: Step, window: list[Rows]) -> str | None:
-    toy = Toy().take(step, window)
-    if not toy.rows:
-        return "the function never called the model."
-    if max(toy.rows) > max(len(y) for _, y in window):
-        return (
-            "the window went through the model at once: right, but it would need the memory of "
-            "the full batch."
-        )
-    if toy.dtypes[0] != torch.float16:
-        return f"the first layer gave {toy.dtypes[0]}: is autocast on, and for which dtype?"
+def wrong_step(toy: Toy, windows: list[Window], max_norm: float = NO_CLIPPING) -> Problem:
+    """Return what is wrong with the first optimizer step that is not its window's."""
+    n_steps = len(toy.weights) - 1
+    if n_steps != len(windows):
+        return f"the optimizer stepped {n_steps} times; the number of windows is {len(windows)}."
+    gradient = torch.zeros(5)
+    for number, window in enumerate(windows):
+        before, after = toy.weights[number : number + 2]
+        known = candidates(before, window, max_norm, leftover=gradient)
+        gradient = (before - after) / RATE
+        ratio = gradient.norm() / known[None].norm()
+        otherwise = f"not the mean over all rows, clipped as a whole: {ratio:.2g} times as long."
+        if problem := recognised(gradient, known, otherwise, TOLERANCE):
+            return f"optimizer step {number + 1}: {problem}"
     return None
 
 
-def movement(step: Step, window: list[Rows]) -> str | None:
-    n_updates = len(Toy().take(step, window).updates)
-    return None if n_updates == 1 else f"the optimizer stepped {n_updates} times, and not once."
+# ---- an FP16 step
 
 
-def gradient_sum(step: Step, window: list[Rows]) -> str | None:
-    [update] = Toy().take(step, window).updates
-    right = mean_gradient(update.weights, window)
-    ratio = (update.gradient.norm() / right.norm()).item()
-    if ratio > 0.3 * LOSS_SCALE:
-        return (
-            "the step is about as many times too long as the loss scale is large: is the scale "
-            "ever taken out?"
+def problems(step: Step, window: Window) -> Iterator[tuple[str, str]]:
+    """Yield (the check that fails, why) for each check that a step over a window fails."""
+    toy = Toy().take(step, window)
+    if not toy.dtypes:
+        yield "products in FP16", "the function never called the model."
+    elif len(toy.dtypes) < len(window):
+        yield (
+            "products in FP16",
+            "the window went through the model at once: right, but it would need the memory of "
+            "the full batch.",
         )
-    if ratio < 10 / LOSS_SCALE:
-        return "the step is far too short: was the scale taken out more than once?"
-    sums = wrong_sums(update.weights, window, len(window))
-    otherwise = "the step is not that of the mean over all rows."
-    return diagnose(update.gradient, right, sums, otherwise)
-
-
-def clipping(step: Step, window: list[Rows]) -> str | None:
-    toy = Toy()
-    before = toy.weights()
-    right = mean_gradient(before, window)
-    max_norm = 0.3 * right.norm().item()
-    gradient = (before - toy.take(step, window, max_norm).weights()) / RATE
-    length = gradient.norm().item()
-    if length < 0.1 * max_norm:
-        return (
-            "with clipping the step is far too short: were scaled gradients compared with "
-            "max_grad_norm, and the scale taken out afterwards?"
+    elif toy.dtypes[0] != torch.float16:
+        yield (
+            "products in FP16",
+            f"the layer gave {toy.dtypes[0]}: is autocast on, and for which dtype?",
         )
-    if length > 1.1 * max_norm:
-        return (
-            "the step is longer than max_grad_norm allows: are all gradients clipped, and after "
-            "the scale is taken out?"
-        )
-    otherwise = "clipped, but not the whole gradient to max_grad_norm: were parts of it clipped?"
-    return diagnose(gradient, clipped(right, max_norm), {}, otherwise)
-
-
-def overflow(step: Step, window: list[Rows]) -> str | None:
+    if len(toy.weights) != 2:
+        yield "the weights move", f"the optimizer stepped {len(toy.weights) - 1} times, not once."
+    clipped_toy = Toy().take(step, window, LOW_LIMIT)
+    problem = wrong_step(toy, [window]) or wrong_step(clipped_toy, [window], LOW_LIMIT)
+    if problem:
+        yield "clipping", problem
     (x, y), *others = window
     toy = Toy().take(step, [(x, 1e6 * y), *others])
-    if toy.updates:
-        return (
-            "a batch overflowed, and the weights changed. The whole step must be skipped: the "
-            "optimizer must step through the scaler."
-        )
     scale = toy.scaler.get_scale()
-    if scale != LOSS_SCALE / 2:
-        return (
-            f"after an overflow the scale went from {LOSS_SCALE:g} to {scale:g}, and not to half "
-            "of it: who updates it, and is it updated once?"
+    if len(toy.weights) != 1:
+        yield (
+            "an overflow is skipped",
+            "a batch overflowed, and the weights changed. The whole step must be skipped: the "
+            "optimizer must step through the scaler.",
         )
-    return None
+    elif scale != LOSS_SCALE / 2:
+        yield (
+            "an overflow is skipped",
+            f"after an overflow the scale went from {LOSS_SCALE:g} to {scale:g}, and not to half "
+            "of it: who updates it, and is it updated once?",
+        )
+    toy, cleared_toy = Toy().take(step, window), Toy().take(step, window)
+    cleared_toy.model.zero_grad()
+    weights, cleared_weights = (each.take(step, window).weights for each in (toy, cleared_toy))
+    if not torch.equal(weights[-1], cleared_weights[-1]):
+        yield (
+            "old gradients are cleared",
+            "the second step also contains the first one's gradients: they were never cleared.",
+        )
 
 
-def clearing(step: Step, window: list[Rows]) -> str | None:
-    toy = Toy(loss_scale=1.0).take(step, window)  # a larger scale would hide left-over gradients
-    right = mean_gradient(toy.weights(), window)
-    gradients: list[torch.Tensor] = []
-    weight = toy.model[0].weight
-    weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.flatten().clone()))
-    toy.take(step, window)
-    if is_near(gradients[-1], right[: weight.numel()]):
-        return None
-    return "the second step also contains the first one's gradients: they were never cleared."
-
-
-def first_problem(step: Step, window: list[Rows]) -> str | None:
-    """Return what the first probe finds that finds anything."""
-    for probe in (products, movement, gradient_sum, clipping, overflow, clearing):
-        if problem := probe(step, window):
-            return problem
-    return None
-
-
-def failures(step: Callable[..., object]) -> list[str]:
-    """Return which of five checks `step(model, x, y, …)` fails: a step on one batch."""
-    probes = {
-        "products in FP16": products,
-        "the weights move": movement,
-        "clipping": clipping,
-        "an overflow is skipped": overflow,
-        "old gradients are cleared": clearing,
-    }
-    window = make_batches([16])
-    return [name for name, probe in probes.items() if probe(on_one_batch(step), window)]
+def first_problem(step: Step, *sizes: int) -> Problem:
+    """Return what is wrong with a step over micro-batches of these numbers of rows."""
+    return next((problem for _, problem in problems(step, make_batches(*sizes))), None)
 
 
 def on_one_batch(step: Callable[..., object]) -> Step:
     """Return a step on one batch, `step(model, x, y, …)`, as a step over a window of one."""
     return lambda model, window, *others: step(model, *window[0], *others)
+
+
+@torch.random.fork_rng(devices=[])
+def failures(step: Callable[..., object]) -> list[str]:
+    """Return which checks `step(model, x, y, …)` fails, a step on one batch."""
+    return [check for check, _ in problems(on_one_batch(step), make_batches(16))]
+
+
+# ---- an epoch
+
+STEPS = {  # after how many micro-batches the optimizer stepped; windows end after 3, 6 and 7
+    (): "the optimizer never stepped.",
+    (3, 6): "the last, shorter window never reached the weights.",
+    (1, 4, 7): "the first step came after one micro-batch, not after 3: counting starts at 0.",
+}
+
+
+def judge_epoch(epoch: Epoch) -> dict[str, Problem]:
+    """Return {judge: what it finds wrong, None if nothing} for `epoch`.
+
+    Only `unequal lengths` sees micro-batches that differ in their number of rows. If the steps are
+    not those of the windows, the other judges have nothing to compare and are left out.
+    """
+    equal, unequal = make_batches(*7 * [4]), make_batches(2, 12, 1, 6, 9, 4, 3)
+    windows = windows_of(equal)
+
+    def step(model: nn.Module, batches: Window, optimizer: Any, _: Any, max_norm: float) -> object:
+        return epoch(model, batches, optimizer, GRAD_ACCUM_STEPS, max_norm)
+
+    toy = Toy().take(step, equal)
+    steps = tuple(toy.n_passes[1:])
+    if steps != (3, 6, 7):
+        otherwise = f"the optimizer stepped {len(steps)} times, after micro-batches {steps}."
+        return {"step count": STEPS.get(steps, f"{otherwise} The windows end after 3, 6 and 7.")}
+    clipped_toy = Toy().take(step, equal, LOW_LIMIT).take(step, equal, LOW_LIMIT)
+    return {
+        "step count": None,
+        "equal lengths": wrong_step(toy, windows),
+        "unequal lengths": wrong_step(Toy().take(step, unequal), windows_of(unequal)),
+        "clipping": wrong_step(clipped_toy, 2 * windows, LOW_LIMIT),
+        "logged losses": wrong_losses(toy, windows),
+    }
+
+
+def windows_of(batches: Window) -> list[Window]:
+    return [batches[:3], batches[3:6], batches[6:]]
+
+
+def wrong_losses(toy: Toy, windows: list[Window]) -> Problem:
+    """Compare the reported losses with the means over rows, at the weights before each step."""
+    losses = toy.result
+    if not hasattr(losses, "__len__") or len(losses) != len(windows):
+        return f"it returns no list with one loss per optimizer step: {len(windows)} of them."
+    steps = zip(toy.weights, windows, strict=False)
+    right = [micro_losses(weights, window) for weights, window in steps]
+    known = {
+        None: torch.stack([of_window.mean() for of_window in right]),
+        "they are those of each window's last micro-batch only.": (
+            torch.stack([of_window[-1] for of_window in right])
+        ),
+    }
+    otherwise = "they are not the means over all rows of each window."
+    return recognised(torch.tensor([float(loss) for loss in losses]), known, otherwise, TOLERANCE)

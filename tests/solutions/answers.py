@@ -15,18 +15,18 @@ Change = tuple[str, str]  # old text, new text
 class Solution:
     """One exercise: what the notebook gives to its check, right answers, and wrong ones.
 
-    A wrong answer is (words of its verdict, the answer), or (words, changes of the first right
-    answer's source).
+    A wrong answer is {words of its verdict: the answer}, a broken one {words: changes of the first
+    right answer's source}. So each misconception stands here once.
     """
 
     given: tuple = ()
     right: list[Any] = field(default_factory=list)
-    wrong: list[tuple[str, Any]] = field(default_factory=list)
-    broken: list[tuple] = field(default_factory=list)  # (words, change, …)
+    wrong: dict[str, Any] = field(default_factory=dict)
+    broken: dict[str, list[Change]] = field(default_factory=dict)
 
-    def wrong_answers(self) -> list[tuple[str, Any]]:
-        changed = [(words, broken(self.right[0], *changes)) for words, *changes in self.broken]
-        return self.wrong + changed
+    def wrong_answers(self) -> dict[str, Any]:
+        changed = {words: broken(self.right[0], *changes) for words, changes in self.broken.items()}
+        return self.wrong | changed
 
 
 def broken(function: Callable, *changes: Change) -> Callable:

@@ -1,7 +1,5 @@
 """Answers to the exercises of notebook 04, right and wrong."""
 
-import gc  # noqa: F401  a wrong answer calls it
-
 import torch
 import torch.nn.functional as F
 
@@ -51,110 +49,75 @@ def repair(model, batches, held_out, optimizer):
 HOOKED = "outputs.append(three[2].max().item())"
 NO_GRAD = "        with torch.no_grad():\n    "
 CURVE = "curve.append(F.mse_loss(model(held_out[0]), held_out[1]))"
-WHOLE_OUTPUTS = (HOOKED, "outputs.append(three[2])"), ("max(outputs)", "torch.cat(outputs).max()")
+WHOLE_OUTPUTS = (HOOKED, "outputs.append(three[2])")
+DETACHED_OUTPUTS = (HOOKED, "outputs.append(three[2].detach())")
+OF_ALL = ("max(outputs)", "torch.cat(outputs).max()")
 OWN_SGD = ("optimizer.step()", "[p.data.sub_(0.1 * p.grad) for p in model.parameters()]")
-DETACHED = (HOOKED, "outputs.append(three[2].detach())"), WHOLE_OUTPUTS[1]
 
 SOLUTIONS = {
     "nvidia_smi": Solution(
         given=(3.0, 3.6, 0.5),
         right=[4198, 4198.4, 4199],
-        wrong=[
-            ("the context is missing: it", 3686.4),
-            ("tensors alone", 3072),
-            ("cached segments", 3584),
-            ("within the reserved ones.", 7270.4),
-            ("within the reserved ones, and", 6758.4),
-            ("another unit", 4100),
-            ("another unit", 4.1),
-            ("MB of a million", 4402.3),
-            ("driver know of", 9),
-        ],
+        wrong={
+            "the context is missing: it": 3686.4,
+            "tensors alone": 3072,
+            "cached segments": 3584,
+            "within the reserved ones.": 7270.4,
+            "within the reserved ones, and": 6758.4,
+            "not 1000": 4100,
+            "that is GiB": 4.1,
+            "MB of a million": 4402.3,
+            "driver know of": 9,
+        },
     ),
     "history": Solution(
         right=[(912, "optimizer", 44.2), (900, "the optimizer", 44)],
-        wrong=[
-            ("first step", (167, "optimizer", 44.2)),
-            ("orange block", (1495, "optimizer", 44.2)),
-            ("before the first step", (912, "moving the model", 44.2)),
-            ("leaves them out", (912, "cuBLAS's workspaces", 44.2)),
-            ("backward has used", (912, "forward", 44.2)),
-            ("zero_grad", (912, "backward", 44.2)),
-            ("name of the legend", (912, "nobody", 44.2)),
-            ("subtract", (912, "optimizer", 74)),
-        ],
-    ),
-    "leak": Solution(
-        right=[3, 6],
-        wrong=[
-            ("no leak", 1),
-            ("Who still", 2),
-            ("a name", 4),
-            ("its own graph", 5),
-            ("number of a line", 7),
-        ],
+        wrong={
+            "first step": (167, "optimizer", 44.2),
+            "orange block": (1495, "optimizer", 44.2),
+            "before the first step": (912, "moving the model", 44.2),
+            "leaves them out": (912, "cuBLAS's workspaces", 44.2),
+            "backward has used": (912, "forward", 44.2),
+            "zero_grad": (912, "backward", 44.2),
+            "name of the legend": (912, "nobody", 44.2),
+            "subtract": (912, "optimizer", 74),
+        },
     ),
     "repair": Solution(
         right=[repair],
-        broken=[
-            ("a graph, and no backward pass frees", (NO_GRAD, "")),
-            ("holds whole tensors", *WHOLE_OUTPUTS),
-            ("the tensor itself stays", *DETACHED),
-            (
-                "removes a name",
-                *WHOLE_OUTPUTS,
-                ("losses.append", "del x, y\n        losses.append"),
-            ),
-            (
-                "what nobody holds",
-                *WHOLE_OUTPUTS,
-                ("losses.append", "gc.collect()\n        losses.append"),
-            ),
-            ("still registered", ("    hook.remove()\n", "")),
-            ("Keep numbers", ("loss.item()", "loss")),
-            ("the held-out losses are to be 8", (CURVE, "pass")),
-            ("are others than before", ("        optimizer.step()\n", "")),
-            ("stepped 0 times", OWN_SGD),
-            ("three things", ("return losses, curve, max(outputs)", "return losses")),
-            ("largest output", ("max(outputs)", "outputs[0]")),
-            ("it raised RuntimeError", (CURVE, CURVE + "\n            loss.backward()")),
-        ],
+        broken={
+            "a graph, and no backward pass frees": [(NO_GRAD, "")],
+            "holds whole tensors": [WHOLE_OUTPUTS, OF_ALL],
+            "the tensor itself stays": [DETACHED_OUTPUTS, OF_ALL],
+            "still registered": [("    hook.remove()\n", "")],
+            "Keep numbers": [("loss.item()", "loss")],
+            "the held-out losses are to be 8": [(CURVE, "pass")],
+            "the losses are others than before": [("        optimizer.step()\n", "")],
+            "stepped 0 times": [OWN_SGD],
+            "three things": [("return losses, curve, max(outputs)", "return losses")],
+            "largest output": [("max(outputs)", "outputs[0]")],
+        },
     ),
     "largest_batch": Solution(
         given=({2: 900, 6: 1700}, 4096),
         right=[17, 17.0],
-        wrong=[
-            ("through zero", 9),
-            ("through zero", 14),
-            ("before the first", 20),
-            ("whole", 17.98),
-            ("over the budget", 18),
-            ("one more", 16),
-        ],
-    ),
-    "products_in_backward": Solution(
-        right=[34],
-        wrong=[
-            ("in forward", 35),
-            ("needs two", 17),
-            ("needs two", 16),
-            ("the blocks' layers", 32),
-            ("and one in forward", 33),
-            ("filter", 5),
-        ],
-    ),
-    "useful_del": Solution(
-        right=["A", "a"],
-        wrong=[("has passed", "B"), ("has passed", "C"), ("gone anyway", "D"), ("A, B, C", "E")],
+        wrong={
+            "through zero": 9,
+            "as if the line went": 14,
+            "before the first": 20,
+            "whole": 17.98,
+            "over the budget": 18,
+            "one more": 16,
+        },
     ),
     "planned_peak": Solution(
         given=(PLANNED_GIB, N_LARGE),
         right=[PLANNED_BY_HAND, PLANNED_GIB, 0.9 * PLANNED_GIB],
-        wrong=[
-            ("4 bytes per parameter are missing", PLANNED_BY_HAND - GRADIENTS_GIB),
-            ("no weight has a gradient yet", PLANNED_BY_HAND + GRADIENTS_GIB),
-            ("in GiB", 1e4),
-            ("add weights", 2.0),
-        ],
+        wrong={
+            "4 bytes per parameter are missing": PLANNED_BY_HAND - GRADIENTS_GIB,
+            "no weight has a gradient yet": PLANNED_BY_HAND + GRADIENTS_GIB,
+            "in GiB": 1e4,
+            "add weights": 2.0,
+        },
     ),
 }

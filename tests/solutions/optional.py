@@ -1,13 +1,13 @@
 """Answers to the exercises that optional notebooks judge in a cell of their own."""
 
-import nbformat
+import math
+
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import labutils as lab
-from tests.helpers import committed
 from tests.solutions.answers import Solution, broken
-from tests.solutions.notebook_01 import CLIP, CLIP_FIRST, STEP, UNSCALE, ZERO, amp_step
+from tests.solutions.notebook_01 import CLIP, CLIP_FIRST, HALF_LIMIT, STEP, UNSCALE, ZERO, amp_step
 
 
 def floor_ms(m, n, k, bytes_per_number, tflops, gb_per_s):
@@ -29,6 +29,34 @@ def larger_sum(operations):
     return max(host + operations[-1][1], operations[0][0] + device)
 
 
+def round_to_fp8(x, dtype, block=None):
+    largest = torch.finfo(dtype).max
+    parts = x.view(-1, block or x.numel())
+    scale = largest / parts.abs().amax(1, keepdim=True)
+    return ((parts * scale).clamp(-largest, largest).to(dtype).float() / scale).view(x.shape)
+
+
+def by_loop(x, block):
+    rounded = x.clone()
+    for row in rounded:
+        for part in row.split(block):
+            largest = part.abs().max().clamp(min=1e-30)
+            part.copy_((part * (448 / largest)).to(torch.float8_e4m3fn).float() * largest / 448)
+    return rounded
+
+
+def lost_below(weight, dtype, direction):
+    mantissa, exponent = math.frexp(weight)
+    spacing = torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
+    is_power_of_two = mantissa == 0.5
+    return spacing / 4 if is_power_of_two and direction < 0 else spacing / 2
+
+
+def half_to_neighbour(weight, dtype, direction):
+    toward = torch.tensor(math.copysign(math.inf, direction), dtype=dtype)
+    return (torch.tensor(weight, dtype=dtype).nextafter(toward).item() - weight) * direction / 2
+
+
 def keeping(*shapes):
     """Return a policy that keeps attention, and the products with weights of these shapes."""
 
@@ -41,6 +69,7 @@ def keeping(*shapes):
     return policy
 
 
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 QKV, PROJ, UP = (128, 384), (128, 128), (128, 512)
 BLOCK = {
     "lab": lab,
@@ -50,10 +79,6 @@ BLOCK = {
     "block": lab.build_model("gpt2-nano", dropout=0.0, activation="gelu_tanh").transformer.h[0],
     "block_x": torch.randn(4, 256, 128),
 }
-for cell in nbformat.reads(committed("further/checkpointing.ipynb"), as_version=4).cells:
-    if cell.id in ("shared", "s1-names", "s1-block", "s1-cost"):
-        exec(cell.source, BLOCK)
-HALF_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "max_grad_norm / 2)"))
 FIXED_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "0.01)"))
 
 # (notebook, cell, the answer's name, other names that the cell reads, answers)
@@ -65,15 +90,15 @@ CELLS = [
         {},
         Solution(
             right=[floor_ms],
-            broken=[
-                ("for a large product", ("2 * m", "m")),
-                ("for a large product", ("max(computing, moving)", "(computing + moving)")),
-                ("for a large product", ("max(", "min(")),
-                ("for a large product", ("1000 * ", "")),
-                ("for one row", ("max(computing, moving)", "computing")),
-                ("for one row", (" + m * n", "")),
-                ("for 16 bits", ("bytes_per_number * (", "4 * (")),
-            ],
+            broken={
+                "how many operations": [("2 * m", "m")],
+                "for a large product": [("max(computing, moving)", "(computing + moving)")],
+                "what limits it, and": [("max(", "min(")],
+                "has a term": [("1000 * ", "")],
+                "for one row": [("max(computing, moving)", "computing")],
+                "one is written": [(" + m * n", "")],
+                "for 16 bits": [("bytes_per_number * (", "4 * (")],
+            },
         ),
     ),
     (
@@ -83,12 +108,12 @@ CELLS = [
         {},
         Solution(
             right=[two_clocks],
-            wrong=[("and then work for long", larger_sum)],
-            broken=[
-                ("cannot begin", ("max(device, host) + computing", "device + computing")),
-                ("does not wait", ("host += issuing", "host = device + issuing")),
-                ("may still compute", ("return device", "return host + 2")),
-            ],
+            wrong={"and then work for long": larger_sum},
+            broken={
+                "cannot begin": [("max(device, host) + computing", "device + computing")],
+                "does not wait": [("host += issuing", "host = device + issuing")],
+                "may still compute": [("return device", "return host + 2")],
+            },
         ),
     ),
     (
@@ -101,13 +126,13 @@ CELLS = [
                 lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro,
                 lambda mean, n, n_window, n_micro: n_micro * mean * n / n_window,
             ],
-            wrong=[
-                (" 67 % off", lambda mean, n, n_window, n_micro: mean * n / n_window),
-                (" 419 % off", lambda mean, n, n_window, n_micro: mean),
-                (" 300 % off", lambda mean, n, n_window, n_micro: mean * n),
-                (" 1100 % off", lambda mean, n, n_window, n_micro: mean * n * n_micro),
-                (" 200 % off", lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro**2),
-            ],
+            wrong={
+                " 67 % off": lambda mean, n, n_window, n_micro: mean * n / n_window,
+                " 419 % off": lambda mean, n, n_window, n_micro: mean,
+                " 300 % off": lambda mean, n, n_window, n_micro: mean * n,
+                " 1100 % off": lambda mean, n, n_window, n_micro: mean * n * n_micro,
+                " 200 % off": lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro**2,
+            },
         ),
     ),
     (
@@ -120,13 +145,45 @@ CELLS = [
                 broken(amp_step, change)
                 for change in (CLIP_FIRST, (UNSCALE, ""), (CLIP, ""), HALF_LIMIT, FIXED_LIMIT)
             ],
-            wrong=[
-                ("fail: []", amp_step),
-                ("['products in FP16'", broken(amp_step, ("torch.float16", "torch.bfloat16"))),
-                ("['the weights move', 'clipping'", broken(amp_step, (STEP, ""))),
-                ("['an overflow is skipped']", broken(amp_step, (STEP, "    optimizer.step()\n"))),
-                ("['old gradients are cleared']", broken(amp_step, (ZERO, ""))),
-            ],
+            wrong={
+                "fail: []": amp_step,
+                "['products in FP16'": broken(amp_step, ("torch.float16", "torch.bfloat16")),
+                "['the weights move', 'clipping'": broken(amp_step, (STEP, "")),
+                "['an overflow is skipped']": broken(amp_step, (STEP, "    optimizer.step()\n")),
+                "['old gradients are cleared']": broken(amp_step, (ZERO, "")),
+            },
+        ),
+    ),
+    (
+        "eight_bits",
+        "71785714",
+        "my_blocks",
+        {"torch": torch, "round_to_fp8": round_to_fp8},
+        Solution(
+            right=[by_loop, lambda x, block: round_to_fp8(x, E4M3, block).nan_to_num()],
+            wrong={
+                "a block of zeros": lambda x, block: round_to_fp8(x, E4M3, block),
+                "one scale for the whole tensor": lambda x, block: round_to_fp8(x, E4M3),
+                "for each row": lambda x, block: round_to_fp8(x, E4M3, x.shape[1]),
+                "E5M2": lambda x, block: round_to_fp8(x, torch.float8_e5m2, block),
+                "nothing is rounded": lambda x, block: x,
+                "differ from the right": lambda x, block: by_loop(x, 4),
+            },
+        ),
+    ),
+    (
+        "rounding",
+        "numerics-030",
+        "my_limit",
+        {"torch": torch},
+        Solution(
+            right=[lost_below, half_to_neighbour],
+            wrong={
+                "low for 1.5 in torch.bfloat16": lambda *_: 1e-9,
+                "high for 0.375": lambda weight, dtype, direction: torch.finfo(dtype).eps / 2,
+                "high for 1.5 in torch.float16": lambda w, _, up: lost_below(w, BF16, up),
+                "high for 0.25 in torch.float16, direction -1": lambda *w: lost_below(*w[:2], 1),
+            },
         ),
     ),
     (
@@ -136,11 +193,11 @@ CELLS = [
         BLOCK,
         Solution(
             right=[keeping(PROJ, UP)],
-            wrong=[
-                ("10.03 times", keeping(QKV, PROJ, UP)),
-                ("repeats 8.0 %", keeping(QKV, PROJ)),
-                ("possible", keeping()),
-            ],
+            wrong={
+                "10.03 times": keeping(QKV, PROJ, UP),
+                "repeats 8.0 %": keeping(QKV, PROJ),
+                "possible": keeping(),
+            },
         ),
     ),
     (
@@ -150,11 +207,11 @@ CELLS = [
         {},
         Solution(
             right=[[2] * 4 + [1] * 16, (2, 2, 2, 2, *[1] * 16)],
-            wrong=[
-                ("40 inputs at the peak. Not yet", [1] * 24),
-                ("Not yet", [1] * 16 + [2] * 4),
-                ("8 layers together", [2] * 4),
-            ],
+            wrong={
+                "40 inputs at the peak. Not yet": [1] * 24,
+                "Not yet": [1] * 16 + [2] * 4,
+                "8 layers together": [2] * 4,
+            },
         ),
     ),
     (
@@ -164,11 +221,11 @@ CELLS = [
         {},
         Solution(
             right=[[0, 4, 5]],
-            wrong=[
-                ("equally long", [0, 3, 6, 9]),
-                ("so many", [0, 2, 4, 5, 8]),
-                ("belong to none", [4, 5]),
-            ],
+            wrong={
+                "equally long": [0, 3, 6, 9],
+                "so many": [0, 2, 4, 5, 8],
+                "belong to none": [4, 5],
+            },
         ),
     ),
 ]
