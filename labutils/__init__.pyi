@@ -55,9 +55,8 @@ from .session import explain_in_notebooks as explain_in_notebooks
 from .session import run_experiment as run_experiment
 from .session import run_experiments as run_experiments
 from .session import setup as setup
-from .techniques import autocast_dtypes as autocast_dtypes
-from .techniques import four_bits as four_bits
 from .techniques import precision as precision
+from .techniques.adapters import FourBitLinear as FourBitLinear
 from .techniques.checkpointing import set_checkpointing as set_checkpointing
 from .techniques.compiling import CompiledLoss as CompiledLoss
 from .techniques.loss import count_targets as count_targets
