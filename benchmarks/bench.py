@@ -33,8 +33,8 @@ from labutils.config.schema import Config
 from labutils.files import commit, new_id, runs_dir, write_atomically
 from labutils.machine import here
 from labutils.machine.gpu import choose_device
-from labutils.memory.cpu_recorder import peak_allocated
 from labutils.memory.ledger import MIB
+from labutils.memory.measure import peak_allocated
 from labutils.techniques import precision
 from labutils.training.runs import flops_per_token, peak_rate
 from labutils.workload import data

@@ -17,7 +17,6 @@ from .machine.here import card_of as card_of
 from .machine.here import matmul_rate as matmul_rate
 from .machine.here import support as support
 from .memory import snapshot as snapshot
-from .memory.cpu_recorder import peak_allocated as peak_allocated
 from .memory.device_memory import allocated_bytes as allocated_bytes
 from .memory.device_memory import cublas_bytes as cublas_bytes
 from .memory.device_memory import free_memory as free_memory
@@ -25,9 +24,9 @@ from .memory.device_memory import memory_limit as memory_limit
 from .memory.ledger import gib as gib
 from .memory.ledger import mib as mib
 from .memory.measure import measure_step as measure_step
+from .memory.measure import peak_allocated as peak_allocated
 from .memory.tensors import flat_gradient as flat_gradient
 from .memory.tensors import saved_for_backward as saved_for_backward
-from .memory.transfer import copy_gb_per_s as copy_gb_per_s
 from .prediction import allocator as allocator
 from .prediction import arithmetic as arithmetic
 from .prediction.arithmetic import n_parameters as n_parameters

@@ -27,7 +27,7 @@ class Trial:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         *batches, held_out = [(torch.randn(ROWS, 16), torch.randn(ROWS, 1)) for _ in range(9)]
         self.floors: list[int] = []
-        with snapshot.record(torch.device("cpu")) as recorded:
+        with snapshot.record() as recorded:
 
             def note_floor(*_: object) -> None:
                 self.floors.append(sum(n_bytes for _, n_bytes, _ in recorded.events))

@@ -11,8 +11,8 @@ import torch
 
 import labutils as lab
 from labutils import plotting
-from labutils.memory.history import layout
 from labutils.memory.ledger import MIB
+from labutils.plotting.blocks import layout
 
 TRACE = [
     {"action": "segment_alloc", "addr": 1000, "size": 20},
@@ -114,5 +114,5 @@ def test_timeline_shows_every_phase_and_marks_the_peak(device):
 
 def test_a_block_lies_in_its_segment_from_its_allocation_to_its_end():
     boxes, segments = layout(TRACE, who)
-    assert segments == [(0, 7, 0, 20), (2, 7, 20, 10)]
-    assert boxes == {"5 bytes": [(1, 5, 0, 5)], "4 bytes": [(3, 7, 23, 4)]}
+    assert segments == [[0, 7, 0, 20], [2, 7, 20, 10]]
+    assert boxes == {"5 bytes": [[1, 5, 0, 5]], "4 bytes": [[3, 7, 23, 4]]}
