@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from statistics import NormalDist
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 BLOCK = 64  # 4-bit weights that share a scale
+# The codes of NF4, quantiles of a normal distribution: QLoRA, appendix E. `further/adapters` computes
+# them.
+NF4 = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0)
+NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
 
 
 class WithLora(nn.Module):
@@ -67,21 +70,6 @@ def _places(model: nn.Module, names: Collection[str]) -> list[tuple[nn.Module, s
     return places
 
 
-def nf4_codes() -> torch.Tensor:
-    """Return the 16 numbers of NF4, `(16,)`: quantiles of a normal distribution, from -1 to 1.
-
-    Eight are positive, seven negative, and zero is exact. The outermost quantile is the mean of
-    1 - 1/30 and 1 - 1/32, as in bitsandbytes.
-    """
-    outermost = 1 - (1 / 30 + 1 / 32) / 2
-    positive = torch.linspace(outermost, 0.5, 9, device="cpu")[:-1].tolist()
-    negative = torch.linspace(outermost, 0.5, 8, device="cpu")[:-1].tolist()
-    quantile = NormalDist().inv_cdf
-    codes = [quantile(p) for p in positive] + [0.0] + [-quantile(p) for p in negative]
-    ascending = torch.tensor(sorted(codes), device="cpu")
-    return ascending / ascending.max()
-
-
 def quantize(weight: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight as two codes a byte, `(n / 2,)` uint8, and a scale per block, `(n / 64,)`.
 
@@ -132,7 +120,7 @@ class FourBitLinear(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        codes = nf4_codes()
+        codes = torch.tensor(NF4, device="cpu")
         if weight.is_meta:
             packed = torch.empty(weight.numel() // 2, dtype=torch.uint8, device="meta")
             scales = torch.empty(weight.numel() // BLOCK, dtype=torch.uint8, device="meta")

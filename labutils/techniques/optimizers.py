@@ -61,9 +61,9 @@ def round_stochastically(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), rounded, x).bfloat16()
 
 
-def quantize(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+def quantize(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor | None) -> None:
     """Write float32 `x`, `(blocks, BLOCK)`, as 8-bit `codes` of that shape and one `scale` per
-    block, `(blocks, 1)`.
+    block, `(blocks, 1)`; without a scale, as bfloat16 `codes`, which are `x` rounded by chance.
 
     Signed codes are for the first moment, unsigned ones for the second. Coded is the square root
     (unsigned: the fourth root) of a number over the scale, so that small numbers, of which there
@@ -71,6 +71,9 @@ def quantize(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
     the second moment, which is divided by, no code is 0. After Dettmers et al. 2022 (2110.02861),
     whose codes are spaced otherwise. `x` is overwritten where it can be.
     """
+    if scale is None:
+        codes.copy_(round_stochastically(x))
+        return
     is_signed = codes.dtype.is_signed
     largest = torch.iinfo(codes.dtype).max
     sizes = x.abs() if is_signed else x
@@ -85,9 +88,11 @@ def quantize(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
     codes.copy_(sizes)
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Return the float32 numbers, `(blocks, BLOCK)`, that `quantize` has coded."""
     x = codes.float()
+    if scale is None:
+        return x
     x = x.mul_(x.abs()) if codes.dtype.is_signed else x.square_().square_()
     return x.mul_(scale)
 
@@ -149,14 +154,12 @@ class LowBitAdamW(torch.optim.Optimizer):
         state = self.state[p]
         state["step"] = 0
         n_blocks = -(-p.numel() // BLOCK)
-        first, second = torch.bfloat16, torch.bfloat16
+        moments = {"exp_avg": (BLOCK, torch.bfloat16), "exp_avg_sq": (BLOCK, torch.bfloat16)}
         if bits == 8:
-            first, second = torch.int8, torch.uint8
-        state["exp_avg"] = torch.zeros(n_blocks, BLOCK, dtype=first, device=p.device)
-        state["exp_avg_sq"] = torch.zeros(n_blocks, BLOCK, dtype=second, device=p.device)
-        if bits == 8:
-            for key in ("scale", "scale_sq"):
-                state[key] = torch.zeros(n_blocks, 1, dtype=torch.float32, device=p.device)
+            moments = {"exp_avg": (BLOCK, torch.int8), "exp_avg_sq": (BLOCK, torch.uint8)}
+            moments |= {"scale": (1, torch.float32), "scale_sq": (1, torch.float32)}
+        for key, (width, dtype) in moments.items():
+            state[key] = torch.zeros(n_blocks, width, dtype=dtype, device=p.device)
         return state
 
 
@@ -172,14 +175,14 @@ def _update(
     if n % BLOCK:
         gradient = F.pad(gradient, (0, -n % BLOCK))
     gradient = gradient.view(-1, BLOCK)
-    first = exp_avg.float() if scale is None else dequantize(exp_avg, scale)
+    first = dequantize(exp_avg, scale)
     first.lerp_(gradient, 1 - beta1)
-    _keep(first, exp_avg, scale)
-    second = exp_avg_sq.float() if scale is None else dequantize(exp_avg_sq, scale_sq)
+    quantize(first, exp_avg, scale)
+    second = dequantize(exp_avg_sq, scale_sq)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     del gradient
     denominator = second.div(1 - beta2**step).sqrt_().add_(group["eps"])
-    _keep(second, exp_avg_sq, scale_sq)
+    quantize(second, exp_avg_sq, scale_sq)
     del second
     weights = p.float().mul_(1 - group["lr"] * group["weight_decay"])  # not a copy if p is float32
     weights.addcdiv_(
@@ -189,10 +192,3 @@ def _update(
         weights = round_stochastically(weights)
     if p.dtype != torch.float32:
         p.copy_(weights)
-
-
-def _keep(moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None) -> None:
-    if scale is None:
-        stored.copy_(round_stochastically(moment))
-    else:
-        quantize(moment, stored, scale)

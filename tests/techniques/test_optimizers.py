@@ -55,24 +55,26 @@ def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize(("dtype", "root"), [(torch.int8, 0.5), (torch.uint8, 0.25)])
 def test_codes_come_back_within_one_code(dtype, root):
     x = torch.randn(5, BLOCK) * torch.logspace(-3, 0, BLOCK)
+    x[0, 0] = 0
     if dtype == torch.uint8:
         x = x.square()
-    codes, scale = quantized(x, dtype)
+    codes, scale = torch.zeros(x.shape, dtype=dtype), torch.zeros(5, 1)
+    quantize(x.clone(), codes, scale)
     before = (x.abs() / scale) ** root
     after = (dequantize(codes, scale).abs() / scale) ** root
     # the largest has the largest code
     assert before.amax(dim=1).tolist() == pytest.approx([torch.iinfo(dtype).max] * 5, rel=1e-5)
     assert (before - after).abs().max() < 1.001
-    assert torch.equal(codes.sign()[codes != 0], x.sign()[codes != 0].to(dtype))
+    signed = (codes != 0) & (x != 0)
+    assert torch.equal(codes[signed] > 0, x[signed] > 0)
+    # the second moment is divided by: its codes are never 0
+    assert codes[0, 0] == (dtype == torch.uint8)
 
 
-def test_what_is_divided_by_never_becomes_zero():
-    x = torch.zeros(2, BLOCK)
-    x[0, :2] = torch.tensor([1e-20, 1.0])
-    codes, scale = quantized(x, torch.uint8)
-    assert codes.min() == 1 and dequantize(codes, scale).min() > 0
-    assert dequantize(codes, scale)[1].max() < 1e-37
-    assert dequantize(*quantized(torch.zeros(1, BLOCK), torch.int8)).eq(0).all()
+def test_a_block_of_zeros_stays_next_to_zero():
+    codes, scale = torch.zeros(1, BLOCK, dtype=torch.uint8), torch.zeros(1, 1)
+    quantize(torch.zeros(1, BLOCK), codes, scale)
+    assert 0 < dequantize(codes, scale).max() < 1e-37
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(16, 0.02), (8, 0.1)])
@@ -117,10 +119,7 @@ def test_state_is_loaded_as_it_was_saved(bits):
     optimizer.step()
     again = LowBitAdamW([p], bits=bits)
     again.load_state_dict(optimizer.state_dict())
-    assert again.state[p]["step"] == 1
-    for key in list(optimizer.state[p])[1:]:
-        saved, loaded = optimizer.state[p][key], again.state[p][key]
-        assert torch.equal(loaded, saved) and loaded.dtype == saved.dtype
+    torch.testing.assert_close(again.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
 
 
 def test_a_step_inside_backward_gives_the_same_weights_and_frees_every_gradient():

@@ -11,7 +11,7 @@ from labutils.config.choices import PRECISIONS
 from labutils.config.resolve import fewer_steps, precision_on, resolve
 from labutils.machine import here
 from labutils.techniques import precision
-from labutils.training.runs import datasheet_tflops, peak_rate
+from labutils.training.runs import datasheet_tflops
 from tests.helpers import CPU
 
 
@@ -110,17 +110,6 @@ def test_16bit_is_no_precision_until_a_card_decides():
 )
 def test_datasheet_peak_belongs_to_the_very_card(card, fp16):
     assert datasheet_tflops(card).get("float16") == fp16
-
-
-def test_the_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
-    rates = {torch.float32: 1e12, torch.bfloat16: 3e12, torch.float16: 5e11}
-    monkeypatch.setattr(here, "matmul_rate", lambda dtype, device, n: rates[dtype])
-    monkeypatch.setattr(
-        here, "cpu_slowdown", lambda name: rates[torch.float32] / rates[getattr(torch, name)]
-    )
-    peaks = {p: peak_rate.__wrapped__(p, CPU) for p in ("fp32", "fp16", "bf16")}
-    assert {p: rate for p, (rate, _) in peaks.items()} == {"fp32": 1e12, "fp16": 1e12, "bf16": 3e12}
-    assert "bfloat16" in peaks["bf16"][1] and "float32" in peaks["fp16"][1]
 
 
 def test_a_failing_probe_puts_the_number_of_threads_back(monkeypatch):
