@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 BLOCK = 64  # 4-bit weights that share a scale
-# The codes of NF4, quantiles of a normal distribution: QLoRA, appendix E. `further/adapters` computes
-# them.
+# The codes of NF4: quantiles of a normal distribution (QLoRA, appendix E).
 NF4 = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0)
 NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
 

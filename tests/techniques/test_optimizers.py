@@ -71,6 +71,14 @@ def test_codes_come_back_within_one_code(dtype, root):
     assert codes[0, 0] == (dtype == torch.uint8)
 
 
+def test_codes_are_right_on_average():
+    x = torch.full((100, BLOCK), (3.3 / 127) ** 2)
+    x[:, 0] = 1  # the scale
+    codes, scale = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(100, 1)
+    quantize(x, codes, scale)
+    assert codes[:, 1:].float().mean().item() == pytest.approx(3.3, abs=0.02)
+
+
 def test_a_block_of_zeros_stays_next_to_zero():
     codes, scale = torch.zeros(1, BLOCK, dtype=torch.uint8), torch.zeros(1, 1)
     quantize(torch.zeros(1, BLOCK), codes, scale)
