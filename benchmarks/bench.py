@@ -32,8 +32,8 @@ from labutils.config.reader import load_config, parse_overrides
 from labutils.config.schema import Config, resolve
 from labutils.files import commit, new_id, runs_dir, write_atomically
 from labutils.machine import choose_device
-from labutils.memory.cpu_recorder import peak_allocated
 from labutils.memory.ledger import MIB
+from labutils.memory.measure import peak_allocated
 from labutils.techniques import precision
 from labutils.training.runs import flops_per_token, peak_rate
 from labutils.workload import data

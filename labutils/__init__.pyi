@@ -17,7 +17,6 @@ from .machine import card_of as card_of
 from .machine import matmul_rate as matmul_rate
 from .machine import support as support
 from .memory import snapshot as snapshot
-from .memory.cpu_recorder import peak_allocated as peak_allocated
 from .memory.device_memory import allocated_bytes as allocated_bytes
 from .memory.device_memory import cublas_bytes as cublas_bytes
 from .memory.device_memory import free_memory as free_memory
@@ -25,9 +24,9 @@ from .memory.device_memory import memory_limit as memory_limit
 from .memory.ledger import gib as gib
 from .memory.ledger import mib as mib
 from .memory.measure import measure_step as measure_step
+from .memory.measure import peak_allocated as peak_allocated
 from .memory.tensors import flat_gradient as flat_gradient
 from .memory.tensors import saved_for_backward as saved_for_backward
-from .memory.transfer import copy_gb_per_s as copy_gb_per_s
 from .prediction import allocator as allocator
 from .prediction import arithmetic as arithmetic
 from .prediction.arithmetic import n_parameters as n_parameters
@@ -51,9 +50,8 @@ from .session import explain_in_notebooks as explain_in_notebooks
 from .session import run_experiment as run_experiment
 from .session import run_experiments as run_experiments
 from .session import setup as setup
-from .techniques import autocast_dtypes as autocast_dtypes
-from .techniques import four_bits as four_bits
 from .techniques import precision as precision
+from .techniques.adapters import FourBitLinear as FourBitLinear
 from .techniques.checkpointing import set_checkpointing as set_checkpointing
 from .techniques.compiling import CompiledLoss as CompiledLoss
 from .techniques.loss import count_targets as count_targets

@@ -10,7 +10,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -23,46 +23,28 @@ from labutils.memory.tensors import tensor_bytes
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def _libc() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libc.so.6")  # glibc
-    except OSError:
-        return None
-
-
-def free_memory(*, workspaces: bool = False) -> None:
+def free_memory() -> None:
     """Give back what nothing needs any more, and reset peak statistics.
 
-    `workspaces` gives back cuBLAS's as well; they are made anew when they are needed. The last
-    error's frames are cleared, garbage is collected, cached blocks are returned. (So
+    The last error's frames are cleared, garbage is collected, cached blocks are returned. (So
     `%debug` finds no variables after this.) On a CPU glibc gives back what it can.
     """
     # An error's traceback keeps the variables of every function it has passed, tensors among them;
     # IPython keeps the traceback until the next error.
-    _clear_frames(getattr(sys, "last_value", None))
+    error = getattr(sys, "last_value", None)
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # before Python 3.13 a debugger's copy of the variables; reading it renews it
+            frame.f_locals  # noqa: B018
+        error = error.__context__
     gc.collect()
-    if libc := _libc():
-        libc.malloc_trim(0)
+    with suppress(OSError):  # not Linux, or not glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     if torch.cuda.is_available():
-        if workspaces:  # each can keep a large segment from going back
-            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         # last: before the garbage is collected the new peak would start with it
         torch.cuda.reset_peak_memory_stats()
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    errors, seen = [error], set()
-    while errors:
-        one = errors.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        errors += [one.__cause__, one.__context__]
-        traceback.clear_frames(one.__traceback__)
-        for frame, _ in traceback.walk_tb(one.__traceback__):
-            # before Python 3.13 a debugger's copy of the variables; reading it renews it
-            frame.f_locals  # noqa: B018
 
 
 @contextmanager
@@ -126,27 +108,28 @@ def expandable_segments(on: bool, device: torch.device) -> Iterator[None]:
         yield
         return
     free_memory()  # what is cached is in segments of the other kind
-    others = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    kept = [
-        part for part in others.split(",") if part and not part.startswith("expandable_segments")
-    ]
-    before = "True" if "expandable_segments:True" in others else "False"
-    torch._C._accelerator_setAllocatorSettings(",".join([*kept, "expandable_segments:True"]))
+    conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    others = [part for part in conf.split(",") if part and "expandable_segments" not in part]
+
+    def switch(to: bool) -> None:
+        # private: there is no public way to change the settings of an allocator that is at work
+        settings = ",".join([*others, f"expandable_segments:{to}"])
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+    switch(True)
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(
-            ",".join([*kept, f"expandable_segments:{before}"])
-        )
+        switch("expandable_segments:True" in conf)
 
 
 def cublas_bytes() -> int:
     """Return the bytes of cuBLAS's workspaces on this GPU, which are made anew to be counted."""
-    torch._C._cuda_clearCublasWorkspaces()
-    one = torch.ones(1, 1, device="cuda", requires_grad=True)
+    torch._C._cuda_clearCublasWorkspaces()  # private: torch tells their size nowhere
+    x = torch.ones(1, 1, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()
-    product = one @ one
-    torch.autograd.grad(product, one)
+    product = x @ x
+    torch.autograd.grad(product, x)
     del product
     return torch.cuda.memory_allocated() - before
 

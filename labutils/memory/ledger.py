@@ -94,11 +94,8 @@ def downsample_timeline(
     timeline = []
     for phase, at, alive in segments:
         n = min(len(at), max(4, TIMELINE_POINTS // len(segments)))
-        rows = {
-            *np.linspace(0, len(at) - 1, n).round().astype(int).tolist(),
-            int(alive.sum(axis=1).argmax()),
-        }
-        timeline.append(
-            (phase, [[round(at[i]), *alive[i].round().astype(int).tolist()] for i in sorted(rows)])
-        )
+        evenly = np.linspace(0, len(at) - 1, n).round().astype(int)
+        rows = np.union1d(evenly, alive.sum(axis=1).argmax())
+        points = np.column_stack([at, alive])[rows]
+        timeline.append((phase, points.round().astype(int).tolist()))
     return timeline

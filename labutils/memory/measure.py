@@ -1,19 +1,42 @@
-"""Measure what one training step takes: its peak by phase and category."""
+"""Measure what one training step takes: its peak by phase and category.
+
+On a CPU torch's profiler tells of each allocation. CUDA's caching allocator is asked for its peak
+after each phase. Neither knows anything of a prediction.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from labutils.config.choices import PRECISIONS
-from labutils.memory.cpu_recorder import CpuRecorder
-from labutils.memory.cuda_recorder import CudaRecorder
-from labutils.memory.ledger import MemoryLedger
-from labutils.memory.tensors import on_loss_begin
+from labutils.memory.device_memory import allocated_bytes, cublas_bytes
+from labutils.memory.ledger import (
+    ACTIVATIONS,
+    CATEGORY_OF_PHASE,
+    GRADIENTS,
+    KEPT_AND_TEMPORARY,
+    LOGITS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+    WORKSPACES,
+    MemoryLedger,
+    downsample_timeline,
+)
+from labutils.memory.tensors import on_loss_begin, optimizer_tensors, tensor_bytes
 from labutils.techniques.loss import count_targets
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.precision import autocast, grad_scaler, tf32
@@ -49,13 +72,6 @@ def measure_step(
     optimizer.zero_grad(set_to_none=True)
     n_states = len(optimizer.state)
     recorder = (CudaRecorder if device.type == "cuda" else CpuRecorder)(model, optimizer)
-
-    def phase(name: str) -> None:
-        if name == "clear":
-            recorder.end()  # gradients are recognised while they are there
-        else:
-            recorder.begin(name)
-
     handle = on_loss_begin(model, lambda: recorder.begin("loss"))
     try:
         with tf32(PRECISIONS[precision].tf32), recorder.recording():
@@ -70,10 +86,244 @@ def measure_step(
                 autocast=partial(autocast, precision, device),
                 scaler=scaler,
                 max_grad_norm=max_grad_norm,
-                phase=phase,
+                phase=recorder.begin,
             )
     finally:
         handle.remove()
     if len(optimizer.state) != n_states:
         raise ValueError("the optimizer had no state yet: run an ordinary step first")
     return recorder.report()
+
+
+def _standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the bytes of weights with buffers, of gradients, and of the optimizer's state."""
+    weights = [*model.parameters(), *model.buffers()]
+    state = [t for t in optimizer_tensors(optimizer) if t.device == weights[0].device]
+    return {
+        PARAMETERS: tensor_bytes(weights),
+        GRADIENTS: tensor_bytes([p.grad for p in model.parameters() if p.grad is not None]),
+        OPTIMIZER: tensor_bytes(state),
+    }
+
+
+AFTER = "clear"  # the step is over, and its gradients are still there: no phase of the ledger
+
+
+# ---- A CPU
+
+PHASE = "phase: "  # begins the names of the marks that we set in a profile
+ALLOCATION = "[memory]"  # the profiler's name for allocating and freeing
+
+
+class CpuRecorder:
+    """Sums the profiler's allocation events.
+
+    A gradient is recognised by its address, which is known only after backward.
+    """
+
+    CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES)
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.standing = _standing_bytes(model, optimizer)
+        self.gradients: set[int] = set()  # addresses
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with allocation_profile() as self.profile:
+            yield
+
+    def begin(self, phase: str) -> None:
+        with torch.profiler.record_function(f"{PHASE}{phase}"):
+            pass  # where it begins is all that is read
+        for p in self.model.parameters():
+            if phase == AFTER and p.grad is not None:
+                self.gradients.add(p.grad.untyped_storage().data_ptr())
+
+    def report(self) -> MemoryLedger:
+        events = _trace_events(self.profile)
+        marks = [i for i, event in enumerate(events) if event["name"] != ALLOCATION]
+        alive = self._alive(events)
+        phases: dict[str, dict[str, int]] = {}
+        segments = []
+        for start, end in pairwise(marks):
+            phase = events[start]["name"].removeprefix(PHASE)
+            segment = alive[start:end]
+            # a position counts allocations and frees: without the marks
+            segments.append((phase, np.arange(start, end) - len(segments), segment))
+            peak = segment[segment.sum(axis=1).argmax()]
+            if peak.sum() > sum(phases.get(phase, {}).values()):
+                phases[phase] = dict(zip(self.CATEGORIES, peak.tolist(), strict=True))
+        method = "CPU allocator events (torch.profiler)"
+        return MemoryLedger(phases=phases, method=method, timeline=downsample_timeline(segments))
+
+    def _alive(self, events: list[dict]) -> np.ndarray:
+        """Return the bytes alive after each event, `(events, categories)`."""
+        last_birth = {}
+        for i, event in enumerate(events):
+            if event["name"] == ALLOCATION and event["args"]["Bytes"] > 0:
+                last_birth[event["args"]["Addr"]] = i
+        gradients = {last_birth.get(address) for address in self.gradients}
+        changes = np.zeros((len(events), len(self.CATEGORIES)), dtype=np.int64)
+        column_at: dict[int, int] = {}  # by address: of the category of what lives there
+        phase = ""
+        for i, event in enumerate(events):
+            if event["name"] != ALLOCATION:
+                phase = event["name"].removeprefix(PHASE)
+                continue
+            address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+            if n_bytes > 0:
+                category = CATEGORY_OF_PHASE.get(phase, TEMPORARIES)
+                category = GRADIENTS if i in gradients else category
+                column_at[address] = self.CATEGORIES.index(category)
+            if address in column_at:  # else it was there before, and is in no category
+                changes[i, column_at[address]] = n_bytes
+        standing = [self.standing.get(category, 0) for category in self.CATEGORIES]
+        return standing + changes.cumsum(axis=0)
+
+
+@contextmanager
+def allocation_profile() -> Iterator[torch.profiler.profile]:
+    """Record the CPU allocator's events inside; read them when it has ended."""
+    with warnings.catch_warnings():
+        # torch 2.11 says that events of several cycles need acc_events=True. Here is one cycle.
+        warnings.filterwarnings("ignore", message=r"(?s).*acc_events")
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            yield profile
+
+
+def _trace_events(profile: torch.profiler.profile) -> list[dict]:
+    """Return the CPU's allocations, and our marks, in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    events = []
+    for event in trace:
+        name = str(event.get("name", ""))
+        on_cpu = name == ALLOCATION and event["args"]["Device Type"] == 0
+        if on_cpu or name.startswith(PHASE):
+            events.append(event)
+    return sorted(events, key=lambda event: event["ts"])
+
+
+def peak_above_start(profile: torch.profiler.profile) -> int:
+    """Return how far the bytes in CPU tensors rose above those at the start of a profile.
+
+    The profile needs `profile_memory=True`.
+    """
+    events = [event for event in _trace_events(profile) if event["name"] == ALLOCATION]
+    return max(accumulate((event["args"]["Bytes"] for event in events), initial=0))
+
+
+@dataclass
+class Peak:
+    """Filled when the block of `peak_allocated` has ended."""
+
+    n_bytes: int = 0
+
+
+@contextmanager
+def peak_allocated(device: torch.device) -> Iterator[Peak]:
+    """Measure the largest number of bytes allocated at once inside.
+
+    Tensors that are there before count. On a CPU these are the floating-point tensors alive at the
+    start, to which the highest rise of the allocator's events is added; what runs inside is slowed
+    down. On CUDA the peak statistics are reset.
+    """
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.n_bytes = torch.cuda.max_memory_allocated(device)
+        return
+    before = allocated_bytes(device)
+    with allocation_profile() as profile:
+        yield peak
+    peak.n_bytes = before + peak_above_start(profile)
+
+
+# ---- CUDA
+
+# Totals are all that the allocator tells: what is not known otherwise goes into one category.
+REST_OF = {"forward": ACTIVATIONS, "loss": LOGITS, "backward": KEPT_AND_TEMPORARY}
+
+
+class CudaRecorder:
+    """Reads the allocator's peak after each phase.
+
+    It also looks after each module's forward pass, and whenever a gradient is finished.
+    """
+
+    CATEGORIES = (*CpuRecorder.CATEGORIES, KEPT_AND_TEMPORARY, WORKSPACES)
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.workspaces = cublas_bytes()
+        self.phases: dict[str, dict[str, int]] = {}
+        self.segments: list[tuple[str, list, list]] = []
+        self.n_looks = self.activations = 0
+        # What other code in this process has allocated.
+        self.others = torch.cuda.memory_allocated() - sum(self._known().values())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        hooks = [module.register_forward_hook(self._look) for module in self.model.modules()]
+        for p in self.model.parameters():
+            if p.requires_grad:  # others have no gradient
+                hooks.append(p.register_post_accumulate_grad_hook(self._look))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def begin(self, phase: str) -> None:
+        torch.cuda.synchronize()
+        if self.segments:
+            self._look()  # at the end of the phase before
+        if phase == AFTER:
+            return
+        if phase == "forward":
+            self.activations = 0
+        if phase == "loss":
+            known = sum(self._known().values())
+            self.activations = torch.cuda.memory_allocated() - self.others - known
+        torch.cuda.reset_peak_memory_stats()
+        self.segments.append((phase, [], []))
+        self._look()
+
+    def _look(self, *_: Any) -> None:
+        """Note what is allocated; keep the categories if the peak has grown since the last look."""
+        phase, at, alive = self.segments[-1]
+        at.append(self.n_looks)
+        alive.append(list(self._categories(phase, torch.cuda.memory_allocated()).values()))
+        self.n_looks += 1
+        peak = self._categories(phase, torch.cuda.max_memory_allocated())
+        if sum(peak.values()) > sum(self.phases.get(phase, {}).values()):
+            self.phases[phase] = peak
+
+    def _categories(self, phase: str, allocated: int) -> dict[str, int]:
+        parts = dict.fromkeys(self.CATEGORIES, 0) | self._known()
+        rest = allocated - self.others - sum(parts.values())
+        if phase == "loss":
+            parts[ACTIVATIONS] = self.activations
+            rest -= self.activations
+        parts[REST_OF.get(phase, TEMPORARIES)] = rest
+        return parts
+
+    def _known(self) -> dict[str, int]:
+        return _standing_bytes(self.model, self.optimizer) | {WORKSPACES: self.workspaces}
+
+    def report(self) -> MemoryLedger:
+        segments = [(phase, np.array(at), np.array(alive)) for phase, at, alive in self.segments]
+        return MemoryLedger(
+            phases=self.phases,
+            method="CUDA allocator statistics (max_memory_allocated)",
+            reserved_bytes=torch.cuda.max_memory_reserved(),
+            timeline=downsample_timeline(segments),
+        )

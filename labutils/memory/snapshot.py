@@ -1,20 +1,19 @@
 """A memory history: what was allocated, when, and by which line.
 
-It is recorded on one device. On CUDA the caching allocator keeps the history
-itself. On a CPU a dispatch mode notes each tensor that an operation makes, and when its memory
-dies. It does not see what an operation allocates and frees inside itself.
+On CUDA the caching allocator keeps the history itself, and torch writes it to a file. On a CPU a
+dispatch mode notes each tensor that an operation makes, and when its memory dies. It does not see
+what an operation allocates and frees inside itself.
 """
 
 from __future__ import annotations
 
-import io
 import linecache
 import os
 import pickle
 import sysconfig
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,18 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
+
+# private, and the only way to see each operation below autograd
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves  # private: tensors in any nest of containers
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PYTHON = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # they are inside PYTHON
 NO_LINE = "no line of Python: another thread, backward on a GPU for one"
-MAX_EVENTS = 1_000_000
-UNREADABLE = (
-    *(AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError),
-    pickle.UnpicklingError,
-)
+
+Event = Mapping[str, Any]  # of `device_traces` in `torch.cuda.memory._dump_snapshot`
 
 
 @dataclass
@@ -47,6 +45,14 @@ class Snapshot:
     method: str
     events: list[tuple[int, int, int]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    alive_bytes: int = 0
+
+    def add(self, allocation: int, n_bytes: int, line: str) -> None:
+        """Note that a line allocated memory, or, with negative bytes, that this memory is free."""
+        if line not in self.lines:
+            self.lines.append(line)
+        self.events.append((allocation, n_bytes, self.lines.index(line)))
+        self.alive_bytes += n_bytes
 
     def alive(self) -> np.ndarray:
         """Return the bytes alive after each event by line, `(events, lines)`.
@@ -72,43 +78,26 @@ class Snapshot:
         return {self.lines[i]: int(row[i]) for i in largest_first if row[i] > 0}
 
 
-@contextmanager
-def record(device: torch.device, limit_bytes: int = 0) -> Iterator[Snapshot]:
-    """Record inside; the snapshot is complete when the block has ended, also by an exception.
-
-    On a CPU, `limit_bytes` emulates a small memory: the operation after which more is alive raises
-    `torch.OutOfMemoryError`. On CUDA use `memory.memory_limit`. Never time what is recorded.
-    """
-    if device.type != "cuda":
-        recorder = _AllocationRecorder(limit_bytes)
-        with recorder:
-            yield recorder.snapshot
-        return
-    found = Snapshot("CUDA allocator history")
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_EVENTS)
-    try:
-        yield found
-    finally:
-        raw = torch.cuda.memory._snapshot(device)
-        torch.cuda.memory._record_memory_history(enabled=None)
-        index = torch.cuda.current_device() if device.index is None else device.index
-        found.lines, found.events = _read_traces(raw, index)
-
-
 def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
     """Return the snapshot in a pickle of `torch.cuda.memory._dump_snapshot`.
 
-    It may hold plain data only. A pickle that asks for a class or a function is refused, and none
-    of its code runs. Raises ValueError for a file that is no such pickle.
+    It may hold plain data only. A pickle that asks for a class or a function raises UnpicklingError
+    before any of its code runs.
     """
-    path = Path(path)
-    try:
-        plain_data = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
-        lines, events = _read_traces(plain_data, device_index)
-    except UNREADABLE as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path.name} is no snapshot that can be read: {problem}") from error
-    return Snapshot("CUDA allocator history", events, lines)
+    with Path(path).open("rb") as file:
+        trace: list[Event] = _PlainUnpickler(file).load()["device_traces"][device_index]
+    snapshot = Snapshot("CUDA allocator history")
+    alive: dict[int, tuple[int, str]] = {}  # address: (bytes, line)
+    for event in trace:
+        # Memory is free again at `free_completed`. An `oom` event, for one, has no address.
+        if event["action"] == "alloc":
+            frames = [(f["filename"], f["line"], f["name"]) for f in event.get("frames", [])]
+            alive[event["addr"]] = event["size"], _own_line(frames)
+            snapshot.add(event["addr"], *alive[event["addr"]])
+        elif event["action"] == "free_completed" and event["addr"] in alive:
+            n_bytes, line = alive.pop(event["addr"])  # else it was there before the recording
+            snapshot.add(event["addr"], -n_bytes, line)
+    return snapshot
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -118,39 +107,21 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}; a snapshot is plain data")
 
 
-def _read_traces(
-    raw: dict[str, Any], device_index: int
-) -> tuple[list[str], list[tuple[int, int, int]]]:
-    """Return (lines, events) of the allocator's own format."""
-    lines: dict[str, int] = {}
-    events: list[tuple[int, int, int]] = []
-    alive: dict[int, tuple[int, int]] = {}  # address: (bytes, line)
-    for entry in raw["device_traces"][device_index]:
-        # Memory is free again at `free_completed`. An `oom` entry, for one, has no address.
-        if entry["action"] not in ("alloc", "free_completed"):
-            continue
-        address, n_bytes = entry["addr"], entry["size"]
-        if entry["action"] == "alloc":
-            frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", [])]
-            # the others are C++
-            frames = [frame for frame in frames if frame[0].endswith((".py", ">"))]
-            line = lines.setdefault(_own_line(frames), len(lines))
-            alive[address] = n_bytes, line
-            events.append((address, n_bytes, line))
-        elif address in alive:  # else it was there before the recording
-            allocated_bytes, line = alive.pop(address)
-            events.append((address, -allocated_bytes, line))
-    return list(lines), events
+def _own_line(frames: Iterable[tuple[str, int, str]]) -> str:
+    """Return "function: source" of the innermost line outside torch and Python.
 
-
-def _own_line(frames: list[tuple[str, int, str]]) -> str:
-    """Return the innermost line outside torch and Python.
-
-    A frame is (file, line, function); the innermost comes first.
+    A frame is (file, line, function); the innermost comes first. Frames of C++ are passed over. A
+    recording of another machine has no source here: then the line's number stands for it.
     """
-    for frame in frames:
-        if _is_own(frame[0]):
-            return _described(*frame)
+    for file, line, function in frames:
+        if not file.endswith((".py", ">")) or not _is_own(file):
+            continue
+        place = "cell" if function == "<module>" else function
+        is_here = file.startswith("<") or Path(file).is_absolute()
+        source = linecache.getline(file, line).strip() if is_here else ""
+        if source:
+            return f"{place}: {source[:60]}"
+        return f"{place}, line {line}" if line else place
     return NO_LINE
 
 
@@ -162,32 +133,35 @@ def _is_own(file: str) -> bool:
     return not file.startswith((TORCH, "torch/", "<frozen", "<string>"))
 
 
-def _described(file: str, line: int, function: str) -> str:
-    is_here = file.startswith("<") or Path(file).is_absolute()  # else of another machine
-    source = linecache.getline(file, line).strip() if is_here else ""
-    place = "cell" if function == "<module>" else function
-    if source:
-        return f"{place}: {source[:60]}"
-    return f"{place}, line {line}" if line else place
-
-
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     """Return the storage of each tensor in a nest of lists, tuples and dicts."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return [tensor.untyped_storage() for tensor in tensors]
 
 
+@contextmanager
+def record(limit_bytes: int = 0) -> Iterator[Snapshot]:
+    """Record what operations on a CPU make inside; the snapshot grows until the block ends.
+
+    `limit_bytes` emulates a small memory: the operation after which more is alive raises
+    `torch.OutOfMemoryError`. Never time what is recorded.
+    """
+    with _AllocationRecorder(limit_bytes) as recorder:
+        yield recorder.snapshot
+
+
 class _AllocationRecorder(TorchDispatchMode):
-    """Note birth and death of each storage that the operations inside make."""
+    """Note birth and death of each storage that the operations inside make.
+
+    `_cdata` is private: the address of the storage itself, which tells it from others also where
+    it has no memory.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
         self.snapshot = Snapshot("tensors made by CPU operations")
         self.limit_bytes = limit_bytes
-        self.alive_bytes = 0
         self.alive: dict[int, weakref.ref] = {}
-        self.lines: dict[str, int] = {}
-        self.n_allocations = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
@@ -195,8 +169,8 @@ class _AllocationRecorder(TorchDispatchMode):
         for storage in _storages(out):
             if storage._cdata not in given:
                 self._see(storage)
-        if self.limit_bytes and self.alive_bytes > self.limit_bytes:
-            alive_mib, limit_mib = self.alive_bytes / 2**20, self.limit_bytes / 2**20
+        if self.limit_bytes and self.snapshot.alive_bytes > self.limit_bytes:
+            alive_mib, limit_mib = self.snapshot.alive_bytes / 2**20, self.limit_bytes / 2**20
             raise torch.OutOfMemoryError(
                 f"emulated: {alive_mib:.1f} MiB alive, the limit is {limit_mib:.1f} MiB"
             )
@@ -207,22 +181,15 @@ class _AllocationRecorder(TorchDispatchMode):
         if key in self.alive or not n_bytes:
             return
         stack = traceback.extract_stack()[:-2]  # without this method and __torch_dispatch__
-        frames = [(f.filename, f.lineno, f.name) for f in reversed(stack)]
-        line = self.lines.setdefault(_own_line(frames), len(self.lines))
-        self.snapshot.lines = list(self.lines)
-        self.n_allocations += 1
-        allocation = self.n_allocations
-        self._note(allocation, n_bytes, line)
+        line = _own_line((f.filename, f.lineno, f.name) for f in reversed(stack))
+        allocation = len(self.snapshot.events)  # a number of its own
+        self.snapshot.add(allocation, n_bytes, line)
 
         def end(_: weakref.ref) -> None:
             del self.alive[key]
-            self._note(allocation, -n_bytes, line)
+            self.snapshot.add(allocation, -n_bytes, line)
 
         self.alive[key] = weakref.ref(storage, end)
-
-    def _note(self, allocation: int, n_bytes: int, line: int) -> None:
-        self.alive_bytes += n_bytes
-        self.snapshot.events.append((allocation, n_bytes, line))
 
     def __exit__(self, *problem: Any) -> None:
         super().__exit__(*problem)

@@ -10,9 +10,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-TOKENS, ATTENTION_MATRICES = "token ids, masks", "attention matrices (length × length)"
-COPIES, LOGITS, OTHERS = "16-bit copies of weights", "logits", "all other activations"
-
 
 def tensor_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the storages behind some tensors, each storage once."""

@@ -13,32 +13,16 @@ from labutils.plotting.numbers import bands, curves, heat_map, reconcile, steps
 from labutils.plotting.runs import four_panels
 from labutils.plotting.style import (
     BLACK,
-    BLUE,
-    CATEGORY_LOOKS,
     COLORS,
-    GREEN,
     MARKERS,
-    ORANGE,
     PURPLE,
-    SKY,
-    STYLES,
-    VERMILION,
-    YELLOW,
 )
 
 __all__ = [
     "BLACK",
-    "BLUE",
-    "CATEGORY_LOOKS",
     "COLORS",
-    "GREEN",
     "MARKERS",
-    "ORANGE",
     "PURPLE",
-    "SKY",
-    "STYLES",
-    "VERMILION",
-    "YELLOW",
     "bands",
     "bit_layout",
     "block_history",

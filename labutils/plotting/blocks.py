@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from labutils.memory.history import Event, layout
 from labutils.memory.ledger import MIB
+from labutils.memory.snapshot import Event
 from labutils.plotting.style import BLACK, BLUE, CATEGORY_LOOKS, COLORS, new_axis
 
 HOLE = CATEGORY_LOOKS["holes"]
 HATCHES = ("", "//", "..", "xx", "\\\\")
+Box = list[int]  # [first event, last event, place in bytes, bytes]
 Segment = Sequence[tuple[int, bool]]  # its blocks: (bytes, whether a tensor lives there)
 
 
@@ -58,3 +60,31 @@ def block_history(
     ax.margins(0)
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
+
+
+def layout(
+    trace: Sequence[Event], asked_by: Callable[[Event], str]
+) -> tuple[dict[str, list[Box]], list[Box]]:
+    """Return ({who asked: boxes of its blocks}, boxes of the segments) of an allocator's history.
+
+    Segments are stacked in the order of
+    their birth, so that a place is a number of reserved bytes. A segment that goes back to the
+    driver, and a block from before the recording, are left out.
+    """
+    segments: dict[int, Box] = {}  # by address
+    living: dict[int, Box] = {}  # by address
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    reserved = 0
+    for i, event in enumerate(trace):
+        address, n_bytes = event["addr"], event["size"]
+        if event["action"] == "segment_alloc":
+            segments[address] = [i, len(trace), reserved, n_bytes]
+            reserved += n_bytes
+        elif event["action"] == "alloc":
+            segment = max(start for start in segments if start <= address)
+            place = segments[segment][2] + address - segment
+            living[address] = [i, len(trace), place, n_bytes]
+            boxes[asked_by(event)].append(living[address])
+        elif event["action"] == "free_completed" and address in living:
+            living.pop(address)[1] = i
+    return dict(boxes), list(segments.values())

@@ -16,8 +16,7 @@ from labutils.prediction.allocator import DEFAULT
 from labutils.prediction.memory import ledger_of
 from labutils.prediction.trace import traced_module
 from labutils.techniques import precision as precisions
-from labutils.techniques.adapters import add_lora, trained
-from labutils.techniques.four_bits import use_four_bits
+from labutils.techniques.adapters import add_lora, trained, use_four_bits
 from labutils.techniques.optimizers import LowBitAdamW
 
 FROZEN = ("none", "lora", "qlora")
@@ -124,7 +123,7 @@ def llama(
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
         if frozen == "qlora":
-            use_four_bits(model, LAYERS, keep_values=False)
+            use_four_bits(model, LAYERS)
         if frozen != "none":
             add_lora(model, LAYERS, RANK, dtype=dtype)
     if checkpointing:

@@ -1,74 +1,146 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): small trained matrices beside frozen layers."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): small trained matrices beside frozen layers, whose
+weights may be in 4 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+
+Plain torch, for teaching and for tracing; the library `bitsandbytes` has kernels for 4 bits.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+BLOCK = 64  # 4-bit weights that share a scale
+# The codes of NF4: quantiles of a normal distribution (QLoRA, appendix E).
+NF4 = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0)
+NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+
 
 class WithLora(nn.Module):
-    """A frozen layer, plus `alpha / rank` times the product of two trained matrices.
+    """A frozen layer, plus twice the product of two trained matrices of a rank and a dtype.
 
-    `layer` is an `nn.Linear`, GPT-2's `Conv1D`, or another module with `sizes`, `(n_in, n_out)`.
-    The matrices have the dtype of its weight, or `dtype` if it has none of a trainable dtype.
+    `layer` is GPT-2's `Conv1D`, an `nn.Linear`, or a `FourBitLinear`.
     """
 
-    def __init__(
-        self, layer: nn.Module, rank: int, alpha: float, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, layer: nn.Module, rank: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.layer, self.scale = layer.requires_grad_(False), alpha / rank
-        n_in, n_out = sizes_of(layer)
-        weight = getattr(layer, "weight", None)
-        tensors = [*layer.parameters(), *layer.buffers()]
-        made = {"dtype": dtype if weight is None else weight.dtype, "device": tensors[0].device}
-        self.lora_a = nn.Parameter(torch.empty(rank, n_in, **made))
-        self.lora_b = nn.Parameter(torch.zeros(n_out, rank, **made))
+        self.layer = layer.requires_grad_(False)
+        self.scale = 2.0  # alpha / rank, with an alpha of twice the rank
+        if hasattr(layer, "nx"):  # transformers' Conv1D
+            n_in, n_out = layer.nx, layer.nf
+        else:
+            n_in, n_out = layer.in_features, layer.out_features
+        self.lora_a = nn.Parameter(torch.empty(rank, n_in, dtype=dtype))
+        self.lora_b = nn.Parameter(torch.zeros(n_out, rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))  # as peft does
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scale
 
 
-def sizes_of(layer: nn.Module) -> tuple[int, int]:
-    """Return (inputs, outputs) of a layer. Raises TypeError for one that has no such sizes."""
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    if hasattr(layer, "sizes"):
-        return layer.sizes
-    if hasattr(layer, "nf") and hasattr(layer, "nx"):  # transformers' Conv1D: weight (in, out)
-        return layer.nx, layer.nf
-    raise TypeError(f"{type(layer).__name__} is no linear layer")
-
-
 def add_lora(
-    model: nn.Module,
-    names: Collection[str],
-    rank: int,
-    alpha: float | None = None,
-    dtype: torch.dtype = torch.float32,
+    model: nn.Module, names: Collection[str], rank: int, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Freeze `model`, and wrap each layer whose own name is in `names`; return the model.
 
-    `alpha` is twice the rank if it is not given; `dtype` is for layers in 4 bits.
-    Raises ValueError if no layer has such a name.
+    `dtype` is that of the matrices. Raises ValueError if no layer has such a name.
     """
     model.requires_grad_(False)
-    found = []
-    for parent in model.modules():
-        found += [(parent, name) for name, _ in parent.named_children() if name in names]
-    if not found:
-        raise ValueError(f"no layer is called {' or '.join(names)}")
-    for parent, name in found:
-        layer = WithLora(getattr(parent, name), rank, alpha or 2 * rank, dtype)
-        setattr(parent, name, layer)
+    for parent, name in _places(model, names):
+        setattr(parent, name, WithLora(getattr(parent, name), rank, dtype))
     return model
 
 
-def trained(parameters: object) -> list[nn.Parameter]:
+def trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return those of some parameters that are not frozen."""
     return [p for p in parameters if p.requires_grad]
+
+
+def _places(model: nn.Module, names: Collection[str]) -> list[tuple[nn.Module, str]]:
+    """Return (parent, name) of each layer whose own name is in `names`."""
+    places = []
+    for parent in model.modules():
+        places += [(parent, name) for name, _ in parent.named_children() if name in names]
+    if not places:
+        raise ValueError(f"no layer is called {' or '.join(names)}")
+    return places
+
+
+def quantize(weight: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight as two codes a byte, `(n / 2,)` uint8, and a scale per block, `(n / 64,)`.
+
+    Each number becomes the nearest of 16 `codes` times its block's scale, which is the largest
+    magnitude in the block.
+    """
+    blocks = weight.detach().float().view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    between = (codes[1:] + codes[:-1]) / 2
+    index = torch.bucketize(blocks / scales.clamp(min=1e-30)[:, None], between).to(torch.uint8)
+    pairs = index.view(-1, 2)
+    return pairs[:, 0] * 16 + pairs[:, 1], scales
+
+
+def dequantize(
+    packed: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the numbers, `(n / 64, 64)`, that `quantize` has coded."""
+    codes = codes.to(dtype)
+    # 256 rows of two numbers, one for each byte
+    table = torch.stack([codes.repeat_interleave(16), codes.repeat(16)], 1)
+    numbers = F.embedding(packed.int(), table).view(len(scales), -1)
+    return numbers.mul_(scales.to(dtype)[:, None])
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """x · Wᵀ; the weight is made for the product and freed, in forward and again in backward."""
+
+    @staticmethod
+    def forward(ctx, x, packed, scales, codes):
+        ctx.save_for_backward(packed, scales, codes)
+        weight = dequantize(packed, scales, codes, x.dtype).view(-1, x.shape[-1])
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight = dequantize(*ctx.saved_tensors, grad.dtype).view(grad.shape[-1], -1)
+        return grad @ weight, None, None, None
+
+
+class FourBitLinear(nn.Module):
+    """A frozen linear layer without a bias; its weight, given as `(n_out, n_in)`, is kept in NF4.
+
+    On the meta device there are sizes without values, and the scales are 8-bit numbers: as many
+    bytes as QLoRA's double quantisation keeps.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        codes = torch.tensor(NF4, device="cpu")
+        if weight.is_meta:
+            packed = torch.empty(weight.numel() // 2, dtype=torch.uint8, device="meta")
+            scales = torch.empty(weight.numel() // BLOCK, dtype=torch.uint8, device="meta")
+        else:
+            packed, scales = quantize(weight, codes)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", scales)
+        self.register_buffer("codes", codes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _FourBitProduct.apply(x, self.packed, self.scales, self.codes)
+
+
+def use_four_bits(model: nn.Module, names: Collection[str]) -> None:
+    """Replace each `nn.Linear` whose own name is in `names`.
+
+    Raises TypeError for another module, and for one with a bias: it would be lost. Raises
+    ValueError if no layer has such a name.
+    """
+    for parent, name in _places(model, names):
+        layer = getattr(parent, name)
+        if not isinstance(layer, nn.Linear) or layer.bias is not None:
+            raise TypeError(f"{name} is no nn.Linear without a bias: {layer}")
+        setattr(parent, name, FourBitLinear(layer.weight))

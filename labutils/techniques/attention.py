@@ -49,16 +49,10 @@ def use_attention(model: nn.Module, kind: str) -> None:
         padding = inputs.get("attention_mask")
         if padding is not None and padding.ndim == 2 and module.config._attn_implementation == name:
             keys = padding.shape[1]
-            given = next(
-                t
-                for t in (*args, inputs.get("input_ids"), inputs.get("inputs_embeds"))
-                if t is not None
-            )
-            queries = keys if inputs.get("past_key_values") is None else given.shape[1]
-            causal = torch.ones(keys, keys, dtype=torch.bool, device=padding.device).tril()[
-                -queries:
-            ]
-            inputs["attention_mask"] = causal & padding.bool()[:, None, None, :]
+            tokens = args[0] if args else inputs["input_ids"]  # fewer than keys if there is a cache
+            causal = torch.ones(keys, keys, dtype=torch.bool, device=padding.device).tril()
+            allowed = causal[-tokens.shape[1] :] & padding.bool()[:, None, None, :]
+            inputs["attention_mask"] = allowed
         return args, inputs
 
     name = "eager" if kind == "eager" else f"labutils_{kind}"

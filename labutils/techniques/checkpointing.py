@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from labutils.config.choices import CHECKPOINTING
 
@@ -40,7 +43,8 @@ class CheckpointedBlocks(nn.ModuleList):
         self.kept = MATMULS if attention_dropout else MATMULS + ATTENTION
 
     def __iter__(self) -> Iterator[Callable]:
-        blocks, size = list(super().__iter__()), self.policy.blocks_per_unit
+        blocks = list(super().__iter__())
+        size = self.policy.blocks_per_unit
         for start in range(0, len(blocks), size):
             yield partial(self._run, blocks[start : start + size])
 
@@ -58,11 +62,11 @@ class CheckpointedBlocks(nn.ModuleList):
         if self.policy.to_host:
             with saved_tensors_hooks(on_host, lambda bring_back: bring_back()):
                 return unit(hidden)
-        context = _nothing
+        context_fn = noop_context_fn
         if self.policy.keeps_products:
-            context = partial(create_selective_checkpoint_contexts, self.kept)
+            context_fn = partial(create_selective_checkpoint_contexts, self.kept)
         return checkpoint(
-            unit, hidden, use_reentrant=False, preserve_rng_state=True, context_fn=context
+            unit, hidden, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn
         )
 
 
@@ -73,16 +77,10 @@ def set_checkpointing(model: nn.Module, policy: str) -> None:
     Raises ValueError for an unknown name.
     """
     is_on = CHECKPOINTING[policy].is_on
-    transformer = model.transformer
-    blocks = [transformer.h[i] for i in range(len(transformer.h))]
-    plain = nn.ModuleList(blocks)
-    transformer.h = plain
+    blocks = nn.ModuleList(model.transformer.h.children())
     if is_on:
-        transformer.h = CheckpointedBlocks(plain, policy, model.config.attn_pdrop)
-
-
-def _nothing() -> tuple[nullcontext, nullcontext]:
-    return nullcontext(), nullcontext()
+        blocks = CheckpointedBlocks(blocks, policy, model.config.attn_pdrop)
+    model.transformer.h = blocks
 
 
 def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -71,26 +70,6 @@ E5M2 = FloatFormat("E5M2", 5, 2, torch.float8_e5m2)
 def rounded(value: float, dtype: torch.dtype) -> float:
     """Return a value as `dtype` stores it: to nearest even, inf beyond the range, 0 below it."""
     return torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64).item()
-
-
-def bits(value: float, number_format: FloatFormat) -> tuple[str, str, str]:
-    """Return (sign, exponent, mantissa) of a value in a format that torch has, as strings of 0 and
-    1.
-    """
-    n_bits = 1 + number_format.exponent_bits + number_format.mantissa_bits
-    raw = torch.tensor(value, dtype=torch.float64).to(number_format.dtype)
-    # bfloat16 is the upper half of float32; struct knows float16 ("e") and float32 ("f")
-    packed = (
-        struct.pack(">e", raw.item())
-        if n_bits == 16 and number_format.name == "FP16"
-        else struct.pack(">f", raw)
-    )
-    text = "".join(f"{byte:08b}" for byte in packed)[:n_bits]
-    return (
-        text[0],
-        text[1 : 1 + number_format.exponent_bits],
-        text[1 + number_format.exponent_bits :],
-    )
 
 
 def fp16_fate(values: torch.Tensor, scale: float = 1.0) -> dict[str, float]:

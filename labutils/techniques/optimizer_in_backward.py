@@ -3,39 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-
-
-def make_state(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Let an optimizer make its state: ours directly, torch's by a step on gradients of zero."""
-    if hasattr(optimizer, "make_state"):
-        optimizer.make_state()
-        return
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """Return a hook that calls a method as long as its object lives, and does not keep the object
-    alive.
-
-    Autograd holds hooks where Python's garbage collector does not look. A hook that kept the
-    optimizer alive, which has the parameters, which have the hook, would never be freed, and the
-    whole model with it.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def hook(p: nn.Parameter) -> None:
-        if alive := reference():
-            alive(p)
-
-    return hook
 
 
 class OptimizerInBackward:
@@ -50,11 +21,10 @@ class OptimizerInBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         new = type(optimizer)
-        self.parts = {
-            p: new([group | {"params": [p]}])
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        self.parts: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self.parts[p] = new([group | {"params": [p]}])
         self._handles: list[Any] = []
         self.attach()
 
@@ -62,30 +32,29 @@ class OptimizerInBackward:
         """Register the hooks; once more, to come after hooks that others have registered and that
         read gradients.
         """
-        self.detach()
-        hook = _weakly(self._step_one)
-        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parts]
-
-    def detach(self) -> None:
-        """Remove the hooks: an ordinary optimizer again."""
         for handle in self._handles:
             handle.remove()
+        # Weakly: autograd holds hooks where Python's garbage collector does not look. A hook that
+        # kept the optimizer alive, which has the parameters, which have the hook, would never be
+        # freed, and the whole model with it.
+        reference = weakref.WeakMethod(self._update)
 
-    def make_state(self) -> None:
-        """Make all moments now, by a step on gradients of zero where the optimizer knows no other
-        way.
-        """
-        for p, part in self.parts.items():
-            make_state(part, [p])
+        def hook(p: nn.Parameter) -> None:
+            update = reference()
+            if update is not None:
+                update(p)
 
-    def _step_one(self, p: nn.Parameter) -> None:
+        self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self.parts]
+
+    def _update(self, p: nn.Parameter) -> None:
         self.parts[p].step()
         p.grad = None
 
     def step(self) -> None:
         """Update what still has a gradient."""
-        for p in (p for p in self.parts if p.grad is not None):
-            self._step_one(p)
+        for p in self.parts:
+            if p.grad is not None:
+                self._update(p)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients."""
@@ -104,9 +73,9 @@ class OptimizerInBackward:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups, one for each parameter."""
-        return [group for part in self.parts.values() for group in part.param_groups]
+        return [part.param_groups[0] for part in self.parts.values()]
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The optimizer's state by parameter."""
-        return {p: state for part in self.parts.values() for p, state in part.state.items()}
+        """The optimizer's state by parameter, where it has one."""
+        return {p: part.state[p] for p, part in self.parts.items() if part.state}

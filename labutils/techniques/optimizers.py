@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,12 +11,9 @@ from torch import nn
 from labutils.config.choices import OPTIMIZER_IMPLEMENTATIONS, OPTIMIZERS
 
 NUMBERS_AT_ONCE = 1 << 22  # numbers that are float32 at once; a multiple of BLOCK
+BLOCK = 256  # numbers that share one scale
 BETAS = 0.9, 0.95  # as GPT-3 was trained (Brown et al. 2020, 2005.14165)
 MOMENTUM = 0.9
-IMPLEMENTATIONS = {
-    "fused": {"fused": True},
-    "foreach": {"foreach": True},
-}
 
 
 def build_optimizer(
@@ -34,35 +30,21 @@ def build_optimizer(
     own optimizers. Raises ValueError for an unknown `optimizer` or `implementation`.
     """
     bits = OPTIMIZERS[optimizer].moment_bits
-    how = IMPLEMENTATIONS[OPTIMIZER_IMPLEMENTATIONS[implementation].name]
-    groups = decay_groups(model, weight_decay)
-    match optimizer:
-        case "sgd":
-            return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM, **how)
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **how)
-        case "adamw_bf16" | "adamw_8bit":
-            return LowBitAdamW(groups, lr=learning_rate, betas=BETAS, bits=bits)
-    raise ValueError(f"{optimizer!r} has a row in `choices`, and no code in `build_optimizer`")
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices, whose weights decay, and all else."""
-    matrices, others = [], []
-    for p in model.parameters():
-        (matrices if p.dim() >= 2 else others).append(p)
-    return [
+    own = {OPTIMIZER_IMPLEMENTATIONS[implementation].name: True}
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-
-
-BLOCK = 256  # numbers that share one scale
-# codes of a moment: dtype, largest, square roots taken
-FIRST_MOMENT, SECOND_MOMENT = (
-    (torch.int8, 127, 1),
-    (torch.uint8, 255, 2),
-)
+    match optimizer:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM, **own)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **own)
+        case "adamw_bf16" | "adamw_8bit":
+            return LowBitAdamW(groups, lr=learning_rate, betas=BETAS, bits=bits)
+    raise ValueError(f"{optimizer!r} has a row in `choices`, and no code in `build_optimizer`")
 
 
 def round_stochastically(x: torch.Tensor) -> torch.Tensor:
@@ -79,41 +61,39 @@ def round_stochastically(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), rounded, x).bfloat16()
 
 
-def quantize(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]
-) -> None:
+def quantize(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor | None) -> None:
     """Write float32 `x`, `(blocks, BLOCK)`, as 8-bit `codes` of that shape and one `scale` per
-    block, `(blocks, 1)`.
+    block, `(blocks, 1)`; without a scale, as bfloat16 `codes`, which are `x` rounded by chance.
 
-    Coded is the square root (of the second moment, which has no sign, the fourth root) of a number
-    over the scale, so that small numbers, of which there are many, get most codes. Codes are
-    rounded by chance, or a slow average would never move. In the second moment, which is divided
-    by, no code is 0. After Dettmers et al. 2022 (2110.02861), whose codes are spaced otherwise. `x`
-    is overwritten where it can be.
+    Signed codes are for the first moment, unsigned ones for the second. Coded is the square root
+    (unsigned: the fourth root) of a number over the scale, so that small numbers, of which there
+    are many, get most codes. Codes are rounded by chance, or a slow average would never move. In
+    the second moment, which is divided by, no code is 0. After Dettmers et al. 2022 (2110.02861),
+    whose codes are spaced otherwise. `x` is overwritten where it can be.
     """
-    _, largest, n_roots = kind
-    sizes = x.abs() if kind is FIRST_MOMENT else x
-    scale.copy_(sizes.amax(dim=1, keepdim=True)).div_(largest**2**n_roots).clamp_(
-        min=torch.finfo(torch.float32).tiny
-    )
-    sizes.div_(scale)
-    for _ in range(n_roots):
-        sizes.sqrt_()
-    if kind is FIRST_MOMENT:
+    if scale is None:
+        codes.copy_(round_stochastically(x))
+        return
+    is_signed = codes.dtype.is_signed
+    largest = torch.iinfo(codes.dtype).max
+    sizes = x.abs() if is_signed else x
+    scale.copy_(sizes.amax(dim=1, keepdim=True)).div_(largest ** (2 if is_signed else 4))
+    scale.clamp_(min=torch.finfo(torch.float32).tiny)
+    sizes.div_(scale).sqrt_()
+    if is_signed:
         sizes.copysign_(x)
-    codes.copy_(
-        sizes.add_(torch.rand_like(sizes))
-        .floor_()
-        .clamp_(-largest if kind is FIRST_MOMENT else 1, largest)
-    )
+    else:
+        sizes.sqrt_()
+    sizes.add_(torch.rand_like(sizes)).floor_().clamp_(-largest if is_signed else 1, largest)
+    codes.copy_(sizes)
 
 
-def dequantize(
-    codes: torch.Tensor, scale: torch.Tensor, kind: tuple[torch.dtype, int, int]
-) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Return the float32 numbers, `(blocks, BLOCK)`, that `quantize` has coded."""
     x = codes.float()
-    x = x.mul_(x.abs()) if kind is FIRST_MOMENT else x.square_().square_()
+    if scale is None:
+        return x
+    x = x.mul_(x.abs()) if codes.dtype.is_signed else x.square_().square_()
     return x.mul_(scale)
 
 
@@ -128,72 +108,58 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Any,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         bits: int = 8,
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bits": bits},
-        )
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings | {"bits": bits})
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
                 state = self.state[p] or self._start(p, group["bits"])
                 state["step"] += 1
-                keys = ("exp_avg", "exp_avg_sq", "scale", "scale_sq")[
-                    : 4 if group["bits"] == 8 else 2
-                ]
-                flat = [
-                    p.view(-1).split(NUMBERS_AT_ONCE),
-                    p.grad.reshape(-1).split(NUMBERS_AT_ONCE),
-                ]
-                blocks = [state[key].split(NUMBERS_AT_ONCE // BLOCK) for key in keys]
-                for p_slab, gradient, *moments in zip(*flat, *blocks, strict=True):
-                    _update(p_slab, gradient, *moments, group=group, step=state["step"])
+                slabs = [p.view(-1).split(NUMBERS_AT_ONCE)]
+                slabs.append(p.grad.reshape(-1).split(NUMBERS_AT_ONCE))
+                for key, moment in state.items():
+                    if key != "step":
+                        slabs.append(moment.split(NUMBERS_AT_ONCE // BLOCK))
+                for slab in zip(*slabs, strict=True):
+                    _update(*slab, group=group, step=state["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` has returned; codes and scales keep their dtypes, which torch
-        would cast.
+        would cast to that of the parameter.
         """
         super().load_state_dict(state_dict)
-        numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(numbers, parameters, strict=True):
-            saved = state_dict["state"].get(i, {})
-            self.state[p] = {
-                k: v.clone().to(p.device) if isinstance(v, torch.Tensor) else v
-                for k, v in saved.items()
-            }
-
-    def make_state(self) -> None:
-        """Make all moments now, as zeros; otherwise the first step does."""
+        parameters = []
         for group in self.param_groups:
-            for p in group["params"]:
-                self._start(p, group["bits"])
+            parameters += group["params"]
+        for i, saved in state_dict["state"].items():
+            for key, value in saved.items():
+                if key != "step":
+                    value = value.to(parameters[i].device, copy=True)
+                self.state[parameters[i]][key] = value
 
     def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
-        first, second = (
-            (FIRST_MOMENT[0], SECOND_MOMENT[0]) if bits == 8 else (torch.bfloat16, torch.bfloat16)
-        )
-        # the last block may be longer than it need be
-        shape, state = (
-            (-(-p.numel() // BLOCK), BLOCK),
-            self.state[p],
-        )
-        state |= {"step": 0, "exp_avg": torch.zeros(shape, dtype=first, device=p.device)}
-        state["exp_avg_sq"] = torch.zeros(shape, dtype=second, device=p.device)
+        """Make a parameter's moments, `(blocks, BLOCK)`; the last block may be too long."""
+        state = self.state[p]
+        state["step"] = 0
+        n_blocks = -(-p.numel() // BLOCK)
+        moments = {"exp_avg": (BLOCK, torch.bfloat16), "exp_avg_sq": (BLOCK, torch.bfloat16)}
         if bits == 8:
-            for key in ("scale", "scale_sq"):
-                state[key] = torch.zeros(
-                    len(state["exp_avg"]), 1, dtype=torch.float32, device=p.device
-                )
+            moments = {"exp_avg": (BLOCK, torch.int8), "exp_avg_sq": (BLOCK, torch.uint8)}
+            moments |= {"scale": (1, torch.float32), "scale_sq": (1, torch.float32)}
+        for key, (width, dtype) in moments.items():
+            state[key] = torch.zeros(n_blocks, width, dtype=dtype, device=p.device)
         return state
 
 
@@ -204,20 +170,19 @@ def _update(
     changed in place.
     """
     beta1, beta2 = group["betas"]
-    n, gradient = len(p), gradient.float()
+    n = len(p)
+    gradient = gradient.float()
     if n % BLOCK:
         gradient = F.pad(gradient, (0, -n % BLOCK))
     gradient = gradient.view(-1, BLOCK)
-    first = exp_avg.float() if scale is None else dequantize(exp_avg, scale, FIRST_MOMENT)
+    first = dequantize(exp_avg, scale)
     first.lerp_(gradient, 1 - beta1)
-    _keep(first, exp_avg, scale, FIRST_MOMENT)
-    second = (
-        exp_avg_sq.float() if scale is None else dequantize(exp_avg_sq, scale_sq, SECOND_MOMENT)
-    )
+    quantize(first, exp_avg, scale)
+    second = dequantize(exp_avg_sq, scale_sq)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     del gradient
     denominator = second.div(1 - beta2**step).sqrt_().add_(group["eps"])
-    _keep(second, exp_avg_sq, scale_sq, SECOND_MOMENT)
+    quantize(second, exp_avg_sq, scale_sq)
     del second
     weights = p.float().mul_(1 - group["lr"] * group["weight_decay"])  # not a copy if p is float32
     weights.addcdiv_(
@@ -227,12 +192,3 @@ def _update(
         weights = round_stochastically(weights)
     if p.dtype != torch.float32:
         p.copy_(weights)
-
-
-def _keep(
-    moment: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, kind: tuple
-) -> None:
-    if scale is None:
-        stored.copy_(round_stochastically(moment))
-    else:
-        quantize(moment, stored, scale, kind)

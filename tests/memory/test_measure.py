@@ -13,113 +13,77 @@ from labutils.memory.ledger import (
     PARAMETERS,
     TEMPORARIES,
 )
-from labutils.memory.tensors import tensor_bytes
 from labutils.techniques.precision import grad_scaler
 from tests.helpers import CPU, without_onednn
 
-WIDTH, ROWS = 64, 32
+WIDTH, ROWS, DEPTH = 64, 32, 3
+WEIGHTS = 4 * DEPTH * WIDTH**2  # bytes
+BATCH = torch.ones(ROWS, WIDTH)
 
 
-def chain(depth: int = 3) -> nn.Module:
+def chain() -> nn.Module:
     """Linear layers without bias: each keeps its input for backward, and nothing else."""
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
 
-def step_report(model, batches, **options):
+def measured(model: nn.Module, n_micro_batches: int = 1, **options):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    x = torch.randn(ROWS, WIDTH)
-    model(x).sum().backward()
+    model(BATCH).sum().backward()
     optimizer.step()
+
+    def loss_fn(model, batch):
+        return model(batch).sum()
+
+    options |= {"count_targets": len}
     with without_onednn():
-        return lab.measure_step(
-            model, batches, lambda m, b: m(b).sum(), optimizer, count_targets=len, **options
-        )
+        return lab.measure_step(model, [BATCH] * n_micro_batches, loss_fn, optimizer, **options)
 
 
-def test_standing_bytes_are_exact():
+def test_standing_bytes_are_exact_and_the_forward_peak_is_what_arithmetic_says(capfd):
     model = chain()
-    report = step_report(model, [torch.randn(ROWS, WIDTH)])
-    weights = 4 * 3 * WIDTH**2
+    before = model[0].weight.detach().clone()
+    ledger = measured(model)
     for phase in ("forward", "backward", "optimizer"):
-        assert report.phases[phase][PARAMETERS] == weights
-        assert (
-            report.phases[phase][OPTIMIZER] == 2 * weights + 3 * 4
-        )  # two moments, and a step counter each
-    assert report.phases["optimizer"][GRADIENTS] == weights
-    assert report.phases["forward"][GRADIENTS] == 0
-    assert set(report.categories) == {
-        PARAMETERS,
-        GRADIENTS,
-        OPTIMIZER,
-        ACTIVATIONS,
-        LOGITS,
-        TEMPORARIES,
-    }
-
-
-def test_forward_peak_is_what_arithmetic_says():
-    report = step_report(chain(), [torch.randn(ROWS, WIDTH)])
-    outputs = 3 * 4 * ROWS * WIDTH  # each layer's output; the batch itself existed before
-    assert report.phases["forward"][ACTIVATIONS] == pytest.approx(outputs, abs=64)
+        assert ledger.phases[phase][PARAMETERS] == WEIGHTS
+        # two moments, and a step counter each
+        assert ledger.phases[phase][OPTIMIZER] == 2 * WEIGHTS + 4 * DEPTH
+    assert ledger.phases["optimizer"][GRADIENTS] == WEIGHTS
+    assert ledger.phases["forward"][GRADIENTS] == 0
+    outputs = DEPTH * BATCH.nbytes  # each layer's output; the batch itself existed before
+    assert ledger.phases["forward"][ACTIVATIONS] == pytest.approx(outputs, abs=64)
+    categories = [PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, TEMPORARIES]
+    assert list(ledger.categories) == categories
+    assert not torch.equal(before, model[0].weight)  # it is a real step
+    assert all(p.grad is None for p in model.parameters())
+    assert capfd.readouterr().err == ""
 
 
 def test_gradients_stay_alive_between_micro_batches():
-    batch = torch.randn(ROWS, WIDTH)
-    one, two = (step_report(chain(), [batch] * n) for n in (1, 2))
-    assert two.phases["forward"][GRADIENTS] == 4 * 3 * WIDTH**2
-    assert one.phases["forward"][GRADIENTS] == 0
-    assert two.phases["forward"][ACTIVATIONS] == pytest.approx(
-        one.phases["forward"][ACTIVATIONS], abs=64
-    )
+    one, two = measured(chain()), measured(chain(), 2)
+    assert two.phases["forward"][GRADIENTS] == WEIGHTS
+    activations = one.phases["forward"][ACTIVATIONS]
+    assert two.phases["forward"][ACTIVATIONS] == pytest.approx(activations, abs=64)
 
 
 def test_timeline_reaches_each_phases_peak_in_order():
-    report = step_report(chain(), [torch.randn(ROWS, WIDTH)] * 2)
-    assert [phase for phase, _ in report.timeline] == ["forward", "loss", "backward"] * 2 + [
-        "optimizer"
-    ]
-    positions = [point[0] for _, points in report.timeline for point in points]
-    assert positions == sorted(positions)
-    for phase, parts in report.phases.items():
-        totals = [
-            sum(point[1:]) for name, points in report.timeline if name == phase for point in points
-        ]
-        assert max(totals) == sum(parts.values())
-
-
-def test_a_model_can_be_measured_again():
-    """A hook left behind by the first measurement would begin phases of its own in the second."""
+    """Also a second time: a hook that the first has left behind would begin phases of its own."""
     model = chain()
-    first, second = (step_report(model, [torch.randn(ROWS, WIDTH)]) for _ in range(2))
-    assert [phase for phase, _ in second.timeline] == [phase for phase, _ in first.timeline]
-    assert second.peak_bytes == first.peak_bytes
+    first, ledger = measured(model, 2), measured(model, 2)
+    assert ledger.peak_bytes == first.peak_bytes
+    names = [phase for phase, _ in ledger.timeline]
+    assert names == ["forward", "loss", "backward"] * 2 + ["optimizer"]
+    positions, peaks = [], dict.fromkeys(names, 0)
+    for phase, points in ledger.timeline:
+        positions += [point[0] for point in points]
+        peaks[phase] = max(peaks[phase], *(sum(point[1:]) for point in points))
+    assert positions == sorted(positions)
+    assert peaks == {phase: sum(parts.values()) for phase, parts in ledger.phases.items()}
 
 
 def test_autocast_keeps_parameters_gradients_and_moments_in_float32():
-    reports = []
-    for name in ("fp32", "bf16"):
-        reports.append(step_report(chain(), [torch.randn(ROWS, WIDTH)], precision=name))
+    ledgers = [measured(chain(), precision=name) for name in ("fp32", "bf16")]
     for category in (PARAMETERS, GRADIENTS, OPTIMIZER):
-        assert reports[0].phases["optimizer"][category] == reports[1].phases["optimizer"][category]
-
-
-def test_measured_step_is_a_real_step():
-    model = chain()
-    before = model[0].weight.detach().clone()
-    step_report(model, [torch.randn(ROWS, WIDTH)])
-    assert not torch.equal(before, model[0].weight)
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_tied_weights_count_once():
-    model = lab.build_model()
-    assert tensor_bytes(list(model.parameters())) == 4 * sum(p.numel() for p in model.parameters())
-    assert tensor_bytes([model.lm_head.weight, model.transformer.wte.weight]) == 4 * 2048 * 128
-
-
-def test_measuring_says_nothing_on_stderr(capfd):
-    step_report(chain(), [torch.randn(ROWS, WIDTH)])
-    assert capfd.readouterr().err == ""
+        assert len({ledger.phases["optimizer"][category] for ledger in ledgers}) == 1
 
 
 def test_measured_fp16_step_is_not_a_skipped_one():
@@ -128,42 +92,32 @@ def test_measured_fp16_step_is_not_a_skipped_one():
     """
     model = lab.build_model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    scaler = grad_scaler("fp16", CPU, init_scale=2.0**14)
     stream = lab.batches(lab.load_corpus().split(32)[0], 1, 0)
-    lab.train(
-        model,
-        stream,
-        lab.lm_loss_sum,
-        optimizer,
-        steps=1,
-        precision="fp16",
-        scaler=scaler,
-        progress=False,
-    )
+    options = {"precision": "fp16", "scaler": grad_scaler("fp16", CPU, init_scale=2.0**14)}
+    lab.train(model, stream, lab.lm_loss_sum, optimizer, steps=1, progress=False, **options)
     before = model.transformer.wpe.weight.detach().clone()
-    options = {"precision": "fp16", "scaler": scaler, "max_grad_norm": 1.0}
-    report = lab.measure_step(model, [next(stream)], lab.lm_loss_sum, optimizer, **options)
+    options["max_grad_norm"] = 1.0
+    ledger = lab.measure_step(model, [next(stream)], lab.lm_loss_sum, optimizer, **options)
     assert not torch.equal(model.transformer.wpe.weight, before)
-    assert scaler.get_scale() == 2.0**14
-    assert (
-        report.phases["optimizer"][TEMPORARIES] > 4e6
-    )  # foreach AdamW makes a list of temporaries as large as the weights
+    assert options["scaler"].get_scale() == 2.0**14
+    # foreach AdamW makes a list of temporaries as large as the weights
+    assert ledger.phases["optimizer"][TEMPORARIES] > 4e6
+    # the output layer's weight is the embedding: its bytes count once
+    n_parameters = sum(p.numel() for p in model.parameters())
+    assert ledger.categories[PARAMETERS] == 4 * n_parameters
 
 
 def test_first_step_is_refused():
     model = chain()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="run an ordinary step first"):
-        lab.measure_step(
-            model, [torch.randn(2, WIDTH)], lambda m, b: m(b).sum(), optimizer, count_targets=len
-        )
+        lab.measure_step(model, [BATCH], lambda m, b: m(b).sum(), optimizer, count_targets=len)
 
 
 def test_buffers_count_as_parameters():
-    model = nn.Sequential(chain(1), nn.BatchNorm1d(WIDTH))
-    report = step_report(model, [torch.randn(ROWS, WIDTH)])
-    buffers = 2 * 4 * WIDTH + 8
-    assert report.phases["forward"][PARAMETERS] == 4 * WIDTH**2 + 2 * 4 * WIDTH + buffers
+    ledger = measured(nn.Sequential(chain(), nn.BatchNorm1d(WIDTH)))
+    norm = 4 * 4 * WIDTH + 8  # two parameters, two buffers, and a counter
+    assert ledger.phases["forward"][PARAMETERS] == WEIGHTS + norm
 
 
 def test_memory_is_freed_in_the_right_order(monkeypatch):

@@ -11,8 +11,8 @@ import torch
 
 import labutils as lab
 from labutils import plotting
-from labutils.memory.history import layout
 from labutils.memory.ledger import MIB
+from labutils.plotting.blocks import layout
 
 TRACE = [
     {"action": "segment_alloc", "addr": 1000, "size": 20},
@@ -57,12 +57,12 @@ def words(texts) -> list[str]:
     return [text.get_text() for text in texts]
 
 
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_drawing_uses_the_given_axis_or_makes_one(name):
-    figure, ax = plt.subplots()
-    assert DRAWINGS[name](ax) is ax and ax.has_data()
-    assert plt.get_fignums() == [figure.number]
-    assert DRAWINGS[name](None) is not ax
+@pytest.mark.parametrize("draw", DRAWINGS.values(), ids=list(DRAWINGS))
+def test_drawing_uses_the_given_axis_or_makes_one(draw):
+    _, ax = plt.subplots()
+    assert draw(ax) is ax and ax.has_data()
+    assert len(plt.get_fignums()) == 1
+    assert draw(None) is not ax
 
 
 def test_values_that_are_missing_stay_empty_and_equal_ones_do_not_cover_each_other():
@@ -86,15 +86,19 @@ def test_stacked_memory_sums_to_the_peak_and_a_guess_is_a_line_across():
     assert [line.get_xdata()[0] for line in ax.lines] == [2.0]
 
 
+def run(name: str, ms: float | None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name,
+        tokens_per_step=10,
+        environment={"device": "a CPU"},
+        timing=ms and SimpleNamespace(median_step_ms=ms, tokens_per_s=1e4 / ms),
+        memory=SimpleNamespace(categories={"parameters": 2**20}),
+        series=SimpleNamespace(loss=[3.0, 2.0]),
+    )
+
+
 def test_four_panels_leave_out_what_did_not_train():
-    runs = []
-    for name, ms in (("fp32", 20.0), ("bf16", 5.0), ("tf32", None)):
-        run = SimpleNamespace(name=name, tokens_per_step=10)
-        run.environment = {"device": "a CPU"}
-        run.timing = ms and SimpleNamespace(median_step_ms=ms, tokens_per_s=1e4 / ms)
-        run.memory = SimpleNamespace(categories={"parameters": 2**20})
-        run.series = SimpleNamespace(loss=[3.0, 2.0])
-        runs.append(run)
+    runs = [run("fp32", 20.0), run("bf16", 5.0), run("tf32", None)]
     (times, rates), (peaks, losses) = plotting.four_panels(runs)
     assert words(times.get_yticklabels()) == words(peaks.get_yticklabels()) == ["fp32", "bf16"]
     assert [bar.get_width() for bar in times.patches] == [20.0, 5.0]
@@ -114,5 +118,5 @@ def test_timeline_shows_every_phase_and_marks_the_peak(device):
 
 def test_a_block_lies_in_its_segment_from_its_allocation_to_its_end():
     boxes, segments = layout(TRACE, who)
-    assert segments == [(0, 7, 0, 20), (2, 7, 20, 10)]
-    assert boxes == {"5 bytes": [(1, 5, 0, 5)], "4 bytes": [(3, 7, 23, 4)]}
+    assert segments == [[0, 7, 0, 20], [2, 7, 20, 10]]
+    assert boxes == {"5 bytes": [[1, 5, 0, 5]], "4 bytes": [[3, 7, 23, 4]]}

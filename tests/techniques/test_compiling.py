@@ -9,7 +9,9 @@ import torch
 import labutils as lab
 from labutils.techniques import compiling
 from labutils.techniques.compiling import CompiledLoss
-from tests.helpers import CPU, slow
+from tests.helpers import CPU, TINY, slow
+
+NO_COMPILER = not (shutil.which("g++") or shutil.which("clang++"))
 
 
 def batch():
@@ -23,9 +25,7 @@ def loss_and_gradient(loss_fn):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler here"
-)
+@pytest.mark.skipif(NO_COMPILER, reason="no C++ compiler here")
 @pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=slow)])
 def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
     compiled = CompiledLoss(partial(lab.lm_loss_sum, chunk_tokens=16), mode, CPU)
@@ -36,11 +36,10 @@ def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=2e-5)
 
 
-def test_a_missing_compiler_is_what_torch_reports_so(monkeypatch, tmp_path):
+def test_without_a_compiler_it_runs_eagerly_and_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setenv(
-        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
-    )  # else what another run compiled is found
+    # else what another run has compiled is found
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     with torch._inductor.config.patch(fx_graph_cache=False):
         compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
@@ -57,27 +56,17 @@ def test_what_the_model_raises_is_not_hidden():
         CompiledLoss(broken, "default", CPU)(lab.build_model(n_layer=1), batch())
 
 
-def test_a_run_records_how_it_was_compiled(runs, monkeypatch):
+@pytest.mark.parametrize("mode", ["default", "off"])
+def test_a_run_records_how_it_was_compiled(mode, runs, monkeypatch):
     monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: loss_fn)
-    small = {
-        "seq_len": 32,
-        "micro_batch_size": 2,
-        "tokens_per_step": 64,
-        "steps": 2,
-        "lr_warmup_steps": 0,
-    }
-    record = lab.run_experiment(lab.load_config("fp32", **small, compile="default"), progress=False)
-    assert record.environment["torch.compile"] == "default"
-    assert record.memory.method.endswith("not compiled")
-    assert (
-        "torch.compile"
-        not in lab.run_experiment(lab.load_config("fp32", **small), progress=False).environment
-    )
+    record = lab.run_experiment(lab.load_config("fp32", **TINY, compile=mode), progress=False)
+    assert record.environment.get("torch.compile", "off") == mode
+    assert record.memory.method.endswith("not compiled") == (mode == "default")
 
 
 def test_cuda_graphs_are_left_out_where_gradients_accumulate():
-    cuda = torch.device("cuda")
-    assert CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda).mode == "reduce-overhead"
-    assert (
-        CompiledLoss(lab.lm_loss_sum, "reduce-overhead", cuda, accumulates=True).mode == "default"
-    )
+    for accumulates, mode in ((False, "reduce-overhead"), (True, "default")):
+        compiled = CompiledLoss(
+            lab.lm_loss_sum, "reduce-overhead", torch.device("cuda"), accumulates
+        )
+        assert compiled.mode == mode
