@@ -13,10 +13,16 @@ from labutils.cli import main
 from labutils.config.cards import CARDS
 from labutils.prediction import calibrate
 from labutils.prediction.calibrate import Measured
-from labutils.prediction.gpu_time import KERNEL_SECONDS, GpuTime
 from labutils.prediction.module import traced_module
 from labutils.prediction.published import config_of_row, published
-from labutils.prediction.time import LAUNCHES, MEMORY, PRODUCTS, predict_time
+from labutils.prediction.time import (
+    KERNEL_SECONDS,
+    LAUNCHES,
+    MEMORY,
+    PRODUCTS,
+    GpuTime,
+    predict_time,
+)
 from labutils.prediction.trace import Traces
 from labutils.prediction.work import PRODUCT, Work
 from labutils.techniques.loss import lm_loss_sum
