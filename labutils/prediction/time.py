@@ -32,6 +32,7 @@ from labutils.memory.kinds import (
     EFFICIENT,
     ELEMENTS,
     FLASH,
+    FUNCTIONS,
     PRODUCT,
     PRODUCT_KINDS,
     ROWS,
@@ -63,6 +64,12 @@ TILES = ((128, 1.0), (64, 0.8))
 # Multiplication Background", 2.2. Inductor pads most of the rest away: 1.3 is assumed.
 ALIGNED = {"TF32": 4, "float16": 8, "bfloat16": 8}  # numbers in 16 bytes
 UNALIGNED_COMPILED = 1.3
+# torch's own kernels move 16-bit numbers in pieces of 8 bytes, and one by one where they convert
+# them; from Hopper on in 16, since torch 2.7. The old ones reached on an H100 0.84 of float32's
+# bandwidth (pytorch/pytorch#145746), conversions on an A100 0.81 of an elementwise operation's
+# (#195542, taken to be of 40 GB). Where a multiprocessor has less bandwidth than an A100's it was
+# not measured.
+SIXTEEN_BIT_SHARE, SIXTEEN_BIT_SLOW = 0.82, (8, 0)
 # How far below and above the prediction a measurement may lie, as shares of the prediction. No
 # constant was fitted to the steps of published.csv. They took 0.86 to 1.2 times as long as
 # predicted, compiled 0.85 to 1.47 times: `python -m tests.prediction.time_error`. Equal configs on
@@ -187,6 +194,8 @@ class GpuTime:
         """`tf32`: products of float32 numbers may round them to TF32."""
         self.speed, self.n_sms = card.speed, card.gpu.n_sms
         self.tensor_cores = self.speed.tflops if card.gpu.capability >= (7, 0) else ()
+        is_slow = card.gpu.capability == SIXTEEN_BIT_SLOW
+        self.sixteen_bit_share = SIXTEEN_BIT_SHARE if is_slow else 1.0
         self.tf32, self.is_compiled = tf32, is_compiled
 
     def seconds(self, work: Work) -> float:
@@ -196,6 +205,8 @@ class GpuTime:
             n_bytes, calls = work.fused_bytes, work.fused_calls
         elif work.kind == ROWS:
             share = self.speed.rows
+        elif work.has_16bit and work.kind in (ELEMENTS, FUNCTIONS):
+            share *= self.sixteen_bit_share
         arithmetic = 0.0
         if work.kind in PRODUCT_KINDS:
             arithmetic = self._product(work)

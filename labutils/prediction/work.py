@@ -16,6 +16,7 @@ from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, PRODUCT, kind_of
 TENSORS_PER_LAUNCH = 30
 # Causal attention computes whole tiles of so many rows along the diagonal.
 DIAGONAL = 128
+SIXTEEN_BIT = torch.float16, torch.bfloat16
 # What grows by as much with each sequence more.
 AFFINE = "n_bytes", "flops", "calls", "fused_bytes", "fused_calls"
 
@@ -36,6 +37,7 @@ class Work:
     calls: float = 1  # launches
     is_backward: bool = False
     only_once: bool = False  # it makes what lasts: later steps do without it
+    has_16bit: bool = False  # among the numbers that it reads or writes
     fused_bytes: int = 0
     fused_calls: float = 1
     reads: list[tuple[Any, int]] = field(default_factory=list)
@@ -86,6 +88,7 @@ def work_of(
         n_bytes=sum(n for _, n in reads + writes),
         dtype=_dtype(inputs[-1]) if inputs else "float32",
         is_backward="backward" in name,
+        has_16bit=any(tensor.dtype in SIXTEEN_BIT for tensor in (*inputs, *outputs)),
         calls=1 + max((len(_tensors(parts)) for parts in lists), default=0) / TENSORS_PER_LAUNCH,
         reads=reads,
         writes=writes,

@@ -117,6 +117,15 @@ def test_bytes_take_their_time_where_they_are_more_than_the_arithmetic():
     assert moved == pytest.approx(1 / (speed.elements * speed.gb_per_s) + KERNEL_SECONDS)
 
 
+def test_torch_moves_16_bit_numbers_slower_on_an_a100():
+    narrow, wide = (Work("elementwise", 10**9, has_16bit=is_narrow) for is_narrow in (True, False))
+    slowed = {card: seconds(narrow, card) / seconds(wide, card) for card in ("a100", "h100")}
+    assert slowed == pytest.approx({"a100": 1 / 0.82, "h100": 1}, rel=0.01)
+    config = lab.load_config("bf16", dropout=0.0, max_grad_norm=0.0)
+    works = list(works_of(Traces(config, CARDS["a100"].gpu).at(4, 1), "forward"))
+    assert 0.3 < sum(work.has_16bit for work in works) / len(works) < 1
+
+
 def test_shares_phases_and_band_belong_to_the_step(capsys):
     assert main(["predict", "fp16", "--device", "t4", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
