@@ -13,6 +13,7 @@ measurements of single products: `layers` and `unaligned` of `config.card.Speed`
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -83,8 +84,6 @@ WIDE_BAND = 0.40, 0.60
 CPU_BAND, COMPILED_CPU_BAND = (0.50, 0.50), (0.50, 1.00)
 # More of the step than this is waiting for the host: hosts differ by a factor of two.
 LAUNCH_BOUND = 0.15
-# What is counted of each kind of operation.
-COLUMNS = "operations", "ms", "gflop", "gbyte"
 
 
 class TimeLedger(BaseModel):
@@ -251,20 +250,17 @@ class Clock:
         self.host = self.device = 0.0  # seconds since the step began
         self.busy = dict.fromkeys(SHARES[:3], 0.0)
         self.phases: dict[str, float] = {}
-        self.operations: dict[str, dict[str, float]] = {}
+        self.operations: dict[str, Counter[str]] = {}
 
     def run(self, segments: list[Segment], after: list[Work]) -> None:
         """Run a step, and what its optimizer phase has besides."""
-        for segment in segments:
-            works = [event.work for event in segment.events if event.work]
-            self._phase(segment.phase, [work for work in works if not work.only_once])
-        self._phase(OPTIMIZER_PHASE, after)
-
-    def _phase(self, phase: str, works: list[Work]) -> None:
-        begun = self.device
-        for work in works:
-            self._operation(work, self.is_compiled and phase != OPTIMIZER_PHASE)
-        self.phases[phase] = self.phases.get(phase, 0.0) + self.device - begun
+        parts = [(part.phase, [event.work for event in part.events]) for part in segments]
+        for phase, works in [*parts, (OPTIMIZER_PHASE, after)]:
+            begun = self.device
+            for work in works:
+                if work and not work.only_once:
+                    self._operation(work, self.is_compiled and phase != OPTIMIZER_PHASE)
+            self.phases[phase] = self.phases.get(phase, 0.0) + self.device - begun
 
     def _operation(self, work: Work, is_compiled: bool) -> None:
         seconds, n_bytes = self.time.seconds(work), work.n_bytes
@@ -279,10 +275,9 @@ class Clock:
         is_attention = work.kind in (BATCHED, *ATTENTION_KINDS)
         other = ATTENTION if is_attention else MEMORY
         self.busy[PRODUCTS if work.kind == PRODUCT else other] += seconds
-        row = self.operations.setdefault(work.kind, dict.fromkeys(COLUMNS, 0))
-        amounts = 1, 1e3 * seconds, work.flops / 1e9, n_bytes / 1e9
-        for column, amount in zip(COLUMNS, amounts, strict=True):
-            row[column] += amount
+        gflop, gbyte = work.flops / 1e9, n_bytes / 1e9
+        counts = self.operations.setdefault(work.kind, Counter())
+        counts.update(operations=1, ms=1e3 * seconds, gflop=gflop, gbyte=gbyte)
 
     def ledger(self, n_tokens: int, *, is_small: bool) -> TimeLedger:
         """Return what was counted, with a band. `is_small`: a batch of one sequence."""
@@ -299,7 +294,7 @@ class Clock:
             shares=shares,
             launch_bound=is_bound,
             phases_ms={phase: 1e3 * seconds for phase, seconds in self.phases.items()},
-            operations=self.operations,
+            operations={kind: dict(counts) for kind, counts in self.operations.items()},
             method=f"predicted for {self.card.name}",
             why_band=why,
         )

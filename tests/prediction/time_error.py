@@ -93,8 +93,6 @@ def by_group(table: pd.DataFrame, column: str, error: str = "error") -> pd.DataF
 
 if __name__ == "__main__":
     table = scored(published())
-    print(table.round(1).to_string())
-    for column in ("card", "source", "compiled"):
-        print(by_group(table, column), by_group(table, column, "uncalibrated"), sep="\n")
-    errors = table[["error", "uncalibrated", "roofline"]].astype(float)
-    print(errors.abs().median(), errors.mean(), table.filter(like="inside").mean(), sep="\n")
+    print(table.round(1).to_string(), table.describe().round(1).to_string(), sep="\n")
+    for error in ("error", "uncalibrated"):
+        print(error, by_group(table, "card", error), by_group(table, "source", error), sep="\n")
