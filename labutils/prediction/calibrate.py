@@ -2,13 +2,14 @@
 
 A step's time here is predicted from them. How long an operation takes depends on its kind and its
 size. On a CPU each kind of OPERATIONS is measured at a few sizes; on a GPU large ones are, and
-`prediction.gpu_time` has the rest.
+`prediction.time` has the rest.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,25 +27,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labutils.config.card import Gpu, Speed
 from labutils.files import runs_dir, write_atomically
 from labutils.machine import cuda_seconds, device_name
-from labutils.memory.kinds import (
-    BATCHED,
-    ELEMENTS,
-    FLASH,
-    FUNCTIONS,
-    RANDOM,
-    ROWS,
-    UPDATE,
-)
-from labutils.prediction.gpu_time import EFFICIENT_SHARES
+from labutils.memory.kinds import BATCHED, ELEMENTS, FLASH, FUNCTIONS, PRODUCT, RANDOM, ROWS, UPDATE
 from labutils.techniques.precision import tf32
 
 SECONDS = 0.02  # for each measurement; the fastest call in it counts
 TOO_SLOW = 0.05  # seconds of a call: larger ones of its kind are not measured
 # Operands are taken in turn from so many bytes of tensors: in a step, caches hold others too.
 POOL_BYTES, MOST_TENSORS = 32 * 2**20, 512
-HEADS, WIDTH = 16, 32  # of attention
-# On a GPU: the side of a square product, and the numbers of an elementwise operation.
-SIDE, NUMBERS = 4096, 2**26
+# On a GPU: the side of a square product, the numbers of an elementwise operation, and attention's
+# (sequences, heads, tokens, width).
+SIDE, NUMBERS, ATTENDED = 4096, 2**26, (16, 12, 1024, 64)
+# The kernel for older cards beside flash attention, forward and backward: measured on one card
+# that is not named (heads of 64, 4,096 tokens), Dao-AILab/flash-attention#416.
+EFFICIENT_SHARES = 0.8, 0.55
+DTYPES = "float32", "bfloat16", "float16"
 
 
 @dataclass(frozen=True)
@@ -97,24 +93,30 @@ def calibrate(device: torch.device) -> CpuRates | Speed:
 
 
 def _path(device: torch.device) -> Path:
-    name = device_name(device)
-    words = "".join(c if c.isalnum() else " " for c in name).lower().split()
-    return runs_dir() / "calibration" / f"{'-'.join(words)}.json"
+    name = re.sub(r"[\W_]+", "-", device_name(device).lower()).strip("-")
+    return runs_dir() / "calibration" / f"{name}.json"
 
 
-# ---- A CPU
+# ---- The operations
 
 
 class Operation(NamedTuple):
     """How a kind of operation is measured: on tensors of some shapes.
 
-    `work` is that of a call on such a tensor: FLOPs of products and attention, bytes of all others.
-    `prepared` returns the call, for a first tensor.
+    A call on one does `per_number` FLOPs (products and attention) or moves so many bytes (others)
+    for each of its numbers; products do so for each step along the side `inner`. `prepared` takes a
+    first tensor, and returns the call.
     """
 
     shapes: list[tuple[int, ...]]
-    work: Callable[[torch.Tensor], float]
+    per_number: float
     prepared: Callable[[torch.Tensor], Callable[[torch.Tensor], object]]
+    inner: int | None = None
+
+    def work(self, shape: tuple[int, ...]) -> float:
+        """Return the FLOPs or bytes of a call on a tensor of a shape."""
+        steps = 1 if self.inner is None else shape[self.inner]
+        return self.per_number * math.prod(shape) * steps
 
 
 def _attention(q: torch.Tensor) -> Callable[[torch.Tensor], object]:
@@ -133,52 +135,47 @@ def _update(gradient: torch.Tensor) -> Callable[[torch.Tensor], object]:
 SQUARES = [(side, side) for side in (32, 64, 128, 256, 512)]
 # From cache to memory.
 MATRICES = [(n // 128, 128) for n in (2**12, 2**15, 2**18, 2**21, 2**23)]
-LENGTHS = (32, 64, 128, 256)
-PRODUCTS = Operation(SQUARES, lambda x: 2.0 * len(x) ** 3, lambda x: torch.randn_like(x).matmul)
+LENGTHS = 32, 64, 128, 256
+# Bytes are each operand's, and the result's.
 OPERATIONS = {
+    PRODUCT: Operation(SQUARES, 2.0, lambda x: torch.randn_like(x).matmul, inner=0),
     BATCHED: Operation(
-        [(HEADS, WIDTH, length) for length in LENGTHS],
-        lambda x: 2.0 * x.numel() * x.shape[2],
+        [(16, 32, length) for length in LENGTHS],
+        2.0,
         lambda x: torch.randn_like(x.mT).contiguous().matmul,
+        inner=2,
     ),
-    FLASH: Operation(
-        [(1, HEADS, length, WIDTH) for length in LENGTHS],
-        lambda x: 4.0 * x.numel() * x.shape[2],
-        _attention,
-    ),
-    # bytes: each operand's, and the result's
-    ELEMENTS: Operation(MATRICES, lambda x: 12.0 * x.numel(), lambda x: torch.randn_like(x).add),
-    FUNCTIONS: Operation(MATRICES, lambda x: 8.0 * x.numel(), lambda _: torch.tanh),
-    ROWS: Operation(MATRICES, lambda x: 8.0 * x.numel(), lambda _: partial(torch.softmax, dim=-1)),
-    RANDOM: Operation(
-        MATRICES,
-        lambda x: 8.0 * x.numel(),
-        lambda _: lambda x: torch.empty_like(x).bernoulli_(0.9),
-    ),
-    UPDATE: Operation(MATRICES, lambda x: 28.0 * x.numel(), _update),
+    FLASH: Operation([(1, 16, length, 32) for length in LENGTHS], 4.0, _attention, inner=2),
+    ELEMENTS: Operation(MATRICES, 12.0, lambda x: torch.randn_like(x).add),
+    FUNCTIONS: Operation(MATRICES, 8.0, lambda _: torch.tanh),
+    ROWS: Operation(MATRICES, 8.0, lambda _: partial(torch.softmax, dim=-1)),
+    RANDOM: Operation(MATRICES, 8.0, lambda _: lambda x: torch.empty_like(x).bernoulli_(0.9)),
+    UPDATE: Operation(MATRICES, 28.0, _update),
 }
+
+
+# ---- A CPU
 
 
 def measure_cpu() -> CpuRates:
     """Measure single operations on this CPU with torch's threads, in a few seconds."""
     random_state = torch.get_rng_state()
     try:
-        products = {}
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            products[str(dtype).removeprefix("torch.")] = _measured(PRODUCTS, dtype)
-        kinds = {kind: _measured(operation) for kind, operation in OPERATIONS.items()}
+        products = {name: _measured(OPERATIONS[PRODUCT], name) for name in DTYPES}
+        others = {kind: row for kind, row in OPERATIONS.items() if kind != PRODUCT}
+        kinds = {kind: _measured(operation) for kind, operation in others.items()}
         return CpuRates(_call_seconds(), products, kinds)
     finally:
         torch.set_rng_state(random_state)  # measuring changes no training
 
 
-def _measured(operation: Operation, dtype: torch.dtype = torch.float32) -> Measured:
+def _measured(operation: Operation, dtype: str = "float32") -> Measured:
     work, seconds = [], []
     for shape in operation.shapes:
         n_tensors = min(max(POOL_BYTES // (4 * math.prod(shape)), 2), MOST_TENSORS)
-        tensors = [torch.randn(shape).to(dtype) for _ in range(n_tensors)]
+        tensors = [torch.randn(shape).to(getattr(torch, dtype)) for _ in range(n_tensors)]
         call, in_turn = operation.prepared(tensors[0]), itertools.cycle(tensors)
-        work.append(operation.work(tensors[0]))
+        work.append(operation.work(shape))
         seconds.append(_fastest(lambda call=call, in_turn=in_turn: call(next(in_turn))))
         if seconds[-1] > TOO_SLOW:
             break
@@ -236,51 +233,35 @@ def _call_seconds() -> float:
 def measure_gpu(device: torch.device) -> Speed:
     """Measure large operations on a GPU, in a few seconds.
 
-    `tflops` are the measured ones too: its datasheet is not known here.
+    `tflops` are the measured ones too: its datasheet is not known here. Attention is measured
+    forward; backward is taken to reach the usual share of that.
     """
     gpu = Gpu(torch.cuda.get_device_capability(device), 0, 0)
     reached = {}
-    for name in ("float32", "float16", "bfloat16"):
-        reached[name] = _product_tflops(getattr(torch, name), device)
-    if gpu.capability >= (8, 0):
-        reached["TF32"] = _product_tflops(torch.float32, device, with_tf32=True)
-    x = torch.randn(NUMBERS // 1024, 1024, device=device)
-    copied = 2 * x.nbytes / cuda_seconds(partial(torch.mul, x, 2.0))
-    normed = 2 * x.nbytes / cuda_seconds(partial(torch.softmax, x, dim=-1))
+    for name in (*DTYPES, "TF32") if gpu.capability >= (8, 0) else DTYPES:
+        with tf32(name == "TF32"):
+            dtype = "float32" if name == "TF32" else name
+            reached[name] = _rate(device, PRODUCT, (SIDE, SIDE), dtype) / 1e12
+    lines = NUMBERS // 1024, 1024
+    moved = _rate(device, ELEMENTS, lines)
+    half = "bfloat16" if gpu.has_bf16 else "float16"
+    forward = _rate(device, FLASH, ATTENDED, half) / (1e12 * reached[half])
+    if not gpu.flash:  # older cards have another kernel, which is predicted as a share of this one
+        forward /= EFFICIENT_SHARES[0]
     return Speed(
         tflops=reached,
-        gb_per_s=copied / 1e9,
+        gb_per_s=moved / 1e9,
         reached=reached,
         elements=1.0,
-        rows=normed / copied,
-        flash=_attention_shares(gpu, reached, device),
+        rows=_rate(device, ROWS, lines) / moved,
+        flash=(forward, forward * Speed.flash[1] / Speed.flash[0]),
+        source="measured here",
     )
 
 
-def _product_tflops(dtype: torch.dtype, device: torch.device, with_tf32: bool = False) -> float:
-    a, b = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
-    call = partial(torch.matmul, a, b)
-    with tf32(with_tf32):
-        call()
-        return 2 * SIDE**3 / cuda_seconds(call) / 1e12
-
-
-def _attention_shares(
-    gpu: Gpu, reached: dict[str, float], device: torch.device
-) -> tuple[float, float]:
-    """Return the FLOP/s of fused attention, forward and backward, as shares of products'."""
-    name = "bfloat16" if gpu.has_bf16 else "float16"
-    shape = 16, 12, 1024, 64
-    q, k, v = (torch.randn(shape, device=device, dtype=getattr(torch, name)) for _ in range(3))
-    q.requires_grad_()
-    attend = partial(F.scaled_dot_product_attention, q, k, v)
-    out = attend()
-    again = partial(torch.autograd.grad, out, q, torch.ones_like(out), retain_graph=True)
-    flops = 4 * math.prod(shape) * shape[2]
-    rates = flops / cuda_seconds(attend), 2.5 * flops / cuda_seconds(again)
-    # older cards have another kernel, which is predicted as a share of this one
-    kernel = (1.0, 1.0) if gpu.flash else EFFICIENT_SHARES
-    forward, backward = (
-        rate / (1e12 * reached[name]) / share for rate, share in zip(rates, kernel, strict=True)
-    )
-    return forward, backward
+def _rate(device: torch.device, kind: str, shape: tuple[int, ...], dtype: str = "float32") -> float:
+    """Return the FLOP/s, or bytes/s, of one operation on a GPU."""
+    x = torch.randn(shape, device=device).to(getattr(torch, dtype))
+    call = partial(OPERATIONS[kind].prepared(x), x)
+    call()
+    return OPERATIONS[kind].work(shape) / cuda_seconds(call)

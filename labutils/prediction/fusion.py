@@ -9,17 +9,24 @@ but for its exceptions: https://dev-discuss.pytorch.org/t/min-cut-optimal-recomp
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from labutils.memory.kinds import ATTENTION_KINDS, PRODUCT_KINDS
 from labutils.memory.ledger import GRADIENTS, OPTIMIZER
 from labutils.prediction.work import Work
 
 if TYPE_CHECKING:
-    from labutils.prediction.trace import Segment, Storage
+    from labutils.prediction.trace import Segment
 
 OPTIMIZER_PHASE, BACKWARD_PHASE = "optimizer", "backward"
-Chain = list[Work]
+
+
+class Chain(NamedTuple):
+    """Neighbours in one phase. What is not fused is alone in its chain."""
+
+    phase: str
+    is_fused: bool
+    works: list[Work]
 
 
 def fuse(segments: Iterable[Segment]) -> None:
@@ -27,85 +34,69 @@ def fuse(segments: Iterable[Segment]) -> None:
 
     The optimizer's operations stay as they are: its step is not compiled.
     """
-    chains: list[tuple[str, Chain]] = []
-    for segment in segments:
-        is_fused = segment.phase != OPTIMIZER_PHASE
-        chain: Chain = []
-        for event in segment.events:
-            work = event.work
-            if work is None:
-                continue
-            work.fused_bytes, work.fused_calls = work.n_bytes, work.calls
-            if not is_fused or work.kind in PRODUCT_KINDS or work.kind in ATTENTION_KINDS:
-                chains.append((segment.phase, [work]))
-                chain = []
-            elif chain:
-                chain.append(work)
-            else:
-                chain = [work]
-                chains.append((segment.phase, chain))
-    _share_out(chains)
-    for _, chain in chains:
-        for work in chain:
-            work.only_once = _makes_state(work)
+    chains = _chains(segments)
+    kept = _kept(chains)
+    made_of: dict[int, dict[int, int]] = {}  # of what is not kept: {storage that is: bytes}
+    for chain in chains:
+        if chain.is_fused:
+            _share_out(chain.works, kept, made_of)
+    for chain in chains:
+        for work in chain.works:
+            categories = {storage.category for storage, _ in work.writes if storage is not None}
+            work.only_once = not work.reads and categories == {OPTIMIZER}
             work.reads, work.writes = [], []
 
 
-def _makes_state(work: Work) -> bool:
-    made = [storage for storage, _ in work.writes if storage is not None]
-    return not work.reads and bool(made) and all(one.category == OPTIMIZER for one in made)
+def _chains(segments: Iterable[Segment]) -> list[Chain]:
+    chains = []
+    for segment in segments:
+        chain = None
+        for work in (event.work for event in segment.events if event.work):
+            work.fused_bytes, work.fused_calls = work.n_bytes, work.calls
+            is_product = work.kind in (*PRODUCT_KINDS, *ATTENTION_KINDS)
+            is_fused = segment.phase != OPTIMIZER_PHASE and not is_product
+            if not (is_fused and chain and chain.is_fused):
+                chain = Chain(segment.phase, is_fused, [])
+                chains.append(chain)
+            chain.works.append(work)
+    return chains
 
 
-def _share_out(chains: list[tuple[str, Chain]]) -> None:
-    kept = _kept(chains)
-    made_of: dict[int, dict[int, int]] = {}  # of what is not kept: {storage that is: bytes}
-    for phase, chain in chains:
-        if phase == OPTIMIZER_PHASE or _is_product(chain):
-            continue
-        inside = {id(storage) for work in chain for storage, _ in work.writes}
-        seen: set[int] = set()  # read already, or made here
-        for i, work in enumerate(chain):
-            needed: dict[int, int] = {}
-            for storage, n_bytes in work.reads:
-                needed |= made_of.get(id(storage), {id(storage): n_bytes})
-            new = {key: n_bytes for key, n_bytes in needed.items() if key not in seen | inside}
-            seen |= new.keys()
-            written = 0
-            for storage, n_bytes in work.writes:
-                if id(storage) in kept:
-                    written += n_bytes
-                else:
-                    made_of[id(storage)] = needed
-            work.fused_bytes = sum(new.values()) + written
-            work.fused_calls = int(i == 0)
+def _share_out(works: list[Work], kept: set[int], made_of: dict[int, dict[int, int]]) -> None:
+    """Divide what a fused kernel moves among its operations; the first has its launch."""
+    seen = {id(storage) for work in works for storage, _ in work.writes}  # or read already
+    for i, work in enumerate(works):
+        needed: dict[int, int] = {}
+        for storage, n_bytes in work.reads:
+            needed |= made_of.get(id(storage), {id(storage): n_bytes})
+        work.fused_bytes = sum(n_bytes for key, n_bytes in needed.items() if key not in seen)
+        work.fused_calls = int(i == 0)
+        seen |= needed.keys()
+        for storage, n_bytes in work.writes:
+            if id(storage) in kept:
+                work.fused_bytes += n_bytes
+            else:
+                made_of[id(storage)] = needed
 
 
-def _is_product(chain: Chain) -> bool:
-    return chain[0].kind in PRODUCT_KINDS or chain[0].kind in ATTENTION_KINDS
+def _kept(chains: list[Chain]) -> set[int]:
+    """Return the storages that exist: gradients, and what another chain reads than made it.
 
-
-def _kept(chains: list[tuple[str, Chain]]) -> set[int]:
-    """Return the storages that exist: others than the chain that made them need them."""
-    maker: dict[int, tuple[int, str]] = {}
+    A fused backward kernel computes again what the forward pass made.
+    """
+    maker: dict[int, Chain] = {}
     kept: set[int] = set()
-    for number, (phase, chain) in enumerate(chains):
-        for work in chain:
+    for chain in chains:
+        computes_again = chain.is_fused and chain.phase == BACKWARD_PHASE
+        for work in chain.works:
             for storage, _ in work.reads:
-                made = maker.get(id(storage))
-                if made and made[0] != number and not _computed_again(made[1], phase, chain):
+                made_by = maker.get(id(storage), chain)
+                is_forward = made_by.phase not in (BACKWARD_PHASE, OPTIMIZER_PHASE)
+                if made_by is not chain and not (is_forward and computes_again):
                     kept.add(id(storage))
             for storage, _ in work.writes:
                 if storage is not None:
-                    maker[id(storage)] = number, phase
-                    if _lasts(storage):
+                    maker[id(storage)] = chain
+                    if storage.category == GRADIENTS:
                         kept.add(id(storage))
     return kept
-
-
-def _lasts(storage: Storage | Any) -> bool:
-    return storage.category == GRADIENTS
-
-
-def _computed_again(made_in: str, phase: str, chain: Chain) -> bool:
-    is_forward = made_in not in (BACKWARD_PHASE, OPTIMIZER_PHASE)
-    return is_forward and phase == BACKWARD_PHASE and not _is_product(chain)

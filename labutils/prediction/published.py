@@ -23,8 +23,13 @@ BASE = {
 
 @lru_cache(maxsize=1)
 def published() -> pd.DataFrame:
-    """Return the rows of `reference/published.csv`: milliseconds, and what was timed."""
-    return pd.read_csv(REFERENCE_DIR / "published.csv", dtype={"memory": str})
+    """Return the rows of `reference/published.csv`: milliseconds, and what was timed.
+
+    `besides_gb` are gigabytes that the published loop moves and its config does not: its attention
+    fills a mask, in two operations forward and two backward, where Hugging Face's adds one forward.
+    """
+    rows = pd.read_csv(REFERENCE_DIR / "published.csv", dtype={"memory": str})
+    return rows.fillna({"besides_gb": 0.0})
 
 
 def config_of_row(text: str) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, PRODUCT, kind_of
 TENSORS_PER_LAUNCH = 30
 # Causal attention computes whole tiles of so many rows along the diagonal.
 DIAGONAL = 128
+SIXTEEN_BIT = torch.float16, torch.bfloat16
+# What grows by as much with each sequence more.
+AFFINE = "n_bytes", "flops", "calls", "fused_bytes", "fused_calls"
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Work:
     calls: float = 1  # launches
     is_backward: bool = False
     only_once: bool = False  # it makes what lasts: later steps do without it
+    has_16bit: bool = False  # among the numbers that it reads or writes
     fused_bytes: int = 0
     fused_calls: float = 1
     reads: list[tuple[Any, int]] = field(default_factory=list)
@@ -52,22 +56,11 @@ def between(low: Work | None, high: Work | None, ratio: int) -> Work | None:
         return None
     low = low or high
 
-    def at(a: float, b: float) -> float:
-        return a + ratio * (b - a)
+    def at(few: float, many: float) -> float:
+        return few + ratio * (many - few)
 
-    batch, rows, columns = map(at, low.shape, high.shape)
-    return Work(
-        high.kind,
-        at(low.n_bytes, high.n_bytes),
-        high.dtype,
-        at(low.flops, high.flops),
-        (batch, rows, columns),
-        at(low.calls, high.calls),
-        high.is_backward,
-        high.only_once,
-        at(low.fused_bytes, high.fused_bytes),
-        at(low.fused_calls, high.fused_calls),
-    )
+    numbers = {name: at(getattr(low, name), getattr(high, name)) for name in AFFINE}
+    return replace(high, shape=tuple(map(at, low.shape, high.shape)), **numbers)
 
 
 def work_of(
@@ -77,23 +70,26 @@ def work_of(
 
     `storage_of` takes a tensor and returns what stands for its storage, or None.
     """
-    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    changed = _changed(operation, args, kwargs)
+    outputs, inputs = _tensors(out), _tensors((args, kwargs))
+    parameters = operation._schema.arguments
+    given = {part.name: value for part, value in zip(parameters, args, strict=False)} | kwargs
+    in_place = [part.name for part in parameters if part.alias_info and part.alias_info.is_write]
+    changed = _tensors([given.get(name) for name in in_place])
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
     name = str(operation).removeprefix("aten.").partition(".")[0]
-    if not outputs and not changed:
+    if not changed and (not fresh or name.startswith(("empty", "new_empty"))):
         return None
-    if not changed and (name.startswith(("empty", "new_empty")) or _are_views(outputs, inputs)):
-        return None
+    lists = [argument for argument in args if isinstance(argument, (list, tuple))]
     reads = _accesses(_read(name, inputs, outputs), storage_of)
-    fresh = outputs if not changed else [one for one in outputs if _is_new(one, inputs)]
-    writes = _accesses([*fresh, *changed], storage_of)
+    writes = _accesses([*fresh, *changed] if changed else outputs, storage_of)
     work = Work(
         kind=kind_of(name),
-        n_bytes=sum(n for _, n in reads) + sum(n for _, n in writes),
-        dtype=str(inputs[-1].dtype).removeprefix("torch.") if inputs else "float32",
+        n_bytes=sum(n for _, n in reads + writes),
+        dtype=_dtype(inputs[-1]) if inputs else "float32",
         is_backward="backward" in name,
-        calls=1 + _longest_list(args) / TENSORS_PER_LAUNCH,
+        has_16bit=any(tensor.dtype in SIXTEEN_BIT for tensor in (*inputs, *outputs)),
+        calls=1 + max((len(_tensors(parts)) for parts in lists), default=0) / TENSORS_PER_LAUNCH,
         reads=reads,
         writes=writes,
     )
@@ -101,42 +97,20 @@ def work_of(
     if formula:
         work.flops = int(formula(*args, **kwargs, out_val=out))
     if work.kind in ATTENTION_KINDS:
-        _describe_attention(work, name, operation, args, kwargs, outputs)
+        _describe_attention(work, given)
     elif formula:
-        work.kind = PRODUCT
-        if outputs[0].ndim >= 2:
-            *batch, rows, columns = outputs[0].shape
-            work.shape = (math.prod(batch), rows, columns)
-            work.kind = BATCHED if batch else PRODUCT
+        *batch, rows, columns = outputs[0].shape
+        work.kind = BATCHED if batch else PRODUCT
+        work.shape = math.prod(batch), rows, columns
     return work
 
 
-def _longest_list(args: tuple) -> int:
-    """Return the length of the longest list of tensors, 0 if there is none."""
-    longest = 0
-    for argument in args:
-        if isinstance(argument, (list, tuple)):
-            longest = max(longest, sum(isinstance(one, torch.Tensor) for one in argument))
-    return longest
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _changed(operation: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operation changes in place."""
-    found = []
-    for i, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return found
-
-
-def _is_new(output: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
-    key = output.untyped_storage()._cdata
-    return all(one.untyped_storage()._cdata != key for one in inputs)
-
-
-def _are_views(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
-    return not any(_is_new(one, inputs) for one in outputs)
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _read(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -144,7 +118,7 @@ def _read(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) ->
     if name == "embedding":
         return [outputs[0]]  # as many bytes as its result
     if name in ("nll_loss_forward", "nll_loss_backward"):
-        return [one for one in inputs if one.ndim < 2]  # one entry of each row, or none
+        return [tensor for tensor in inputs if tensor.ndim < 2]  # one entry of each row, or none
     if name in ("zeros_like", "ones_like", "full_like", "zero_", "fill_", "rand_like"):
         return []
     return inputs
@@ -152,35 +126,25 @@ def _read(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) ->
 
 def _accesses(tensors: list[torch.Tensor], storage_of: Any) -> list[tuple[Any, int]]:
     """Return (storage, bytes) of distinct tensors. What is broadcast counts as it is stored."""
-    found = {}
+    accesses = {}
     for tensor in tensors:
-        stored = tensor.untyped_storage().nbytes()
-        n_bytes = min(tensor.numel() * tensor.element_size(), stored)
-        key = tensor.untyped_storage()._cdata, tensor.storage_offset()
-        if key not in found or found[key][1] < n_bytes:
-            found[key] = storage_of(tensor), n_bytes
-    return list(found.values())
+        storage = tensor.untyped_storage()
+        n_bytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+        place = storage._cdata, tensor.storage_offset()
+        if place not in accesses or accesses[place][1] < n_bytes:
+            accesses[place] = storage_of(tensor), n_bytes
+    return list(accesses.values())
 
 
-def _describe_attention(
-    work: Work, name: str, operation: Any, args: tuple, kwargs: dict[str, Any], outputs: Any
-) -> None:
-    """Say which kernel it is. Of causal attention half is computed, and the diagonal's tiles."""
-    query, key = args[1:3] if work.is_backward else args[:2]
+def _describe_attention(work: Work, given: dict[str, Any]) -> None:
+    """Say how much it is. Of causal attention half is computed, and the diagonal's tiles."""
+    query = given["query"]
     batch, heads, n_queries, width = query.shape
-    n_keys = key.shape[-2]
+    n_keys = given["key"].shape[-2]
     if not work.flops:  # the CPU's kernel has no formula
         products = 5 if work.is_backward else 2
         work.flops = products * 2 * batch * heads * n_queries * n_keys * width
-    if _argument(operation, "is_causal", args, kwargs):
-        share = 0.5 + DIAGONAL / n_keys if n_keys > 2 * DIAGONAL else 1.0
-        work.flops = int(work.flops * share)
-    work.shape = (batch * heads, n_queries, width)
-    work.dtype = str(query.dtype).removeprefix("torch.")
-
-
-def _argument(operation: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    for i, argument in enumerate(operation._schema.arguments):
-        if argument.name == name:
-            return args[i] if i < len(args) else kwargs.get(name, argument.default_value)
-    return None
+    if given.get("is_causal") and n_keys > 2 * DIAGONAL:
+        work.flops = int(work.flops * (0.5 + DIAGONAL / n_keys))
+    work.shape = batch * heads, n_queries, width
+    work.dtype = _dtype(query)

@@ -29,7 +29,7 @@ def larger_sum(operations):
     return max(host + operations[-1][1], operations[0][0] + device)
 
 
-def round_to_fp8(x, dtype, block=None):
+def round_to_fp8(x, dtype, scaled=True, block=None):
     largest = torch.finfo(dtype).max
     parts = x.view(-1, block or x.numel())
     scale = largest / parts.abs().amax(1, keepdim=True)
@@ -158,14 +158,14 @@ CELLS = [
         "eight_bits",
         "71785714",
         "my_blocks",
-        {"torch": torch, "round_to_fp8": round_to_fp8},
+        {"torch": torch, "rounded": round_to_fp8, "E4M3": E4M3, "E5M2": torch.float8_e5m2},
         Solution(
-            right=[by_loop, lambda x, block: round_to_fp8(x, E4M3, block).nan_to_num()],
+            right=[by_loop, lambda x, block: round_to_fp8(x, E4M3, block=block).nan_to_num()],
             wrong={
-                "a block of zeros": lambda x, block: round_to_fp8(x, E4M3, block),
+                "a block of zeros": lambda x, block: round_to_fp8(x, E4M3, block=block),
                 "one scale for the whole tensor": lambda x, block: round_to_fp8(x, E4M3),
-                "for each row": lambda x, block: round_to_fp8(x, E4M3, x.shape[1]),
-                "E5M2": lambda x, block: round_to_fp8(x, torch.float8_e5m2, block),
+                "for each row": lambda x, block: round_to_fp8(x, E4M3, block=x.shape[1]),
+                "E5M2": lambda x, block: round_to_fp8(x, torch.float8_e5m2, block=block),
                 "nothing is rounded": lambda x, block: x,
                 "differ from the right": lambda x, block: by_loop(x, 4),
             },
