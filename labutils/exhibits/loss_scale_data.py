@@ -1,4 +1,4 @@
-"""Real gradients for the exhibit `loss_scale`: how many of each size, and the largest of a run."""
+"""The exhibit `loss_scale`: real gradients, how many of each size, and the largest of a run."""
 
 from __future__ import annotations
 
@@ -7,32 +7,68 @@ from typing import Any
 
 import torch
 
+from labutils.exhibits.exhibit import Exhibit, described, make_exhibit
 from labutils.memory.tensors import flat_gradient
+from labutils.plotting import curves
 from labutils.techniques.loss import count_targets, lm_loss_sum
-from labutils.techniques.numerics import FP16
+from labutils.techniques.numerics import FP16, fp16_fate
 from labutils.training.train import train
 from labutils.workload.data import batches, sequences
 from labutils.workload.gpt2 import build_model
 
-MODEL, WARM_UP_STEPS, WALKED_STEPS = "gpt2-nano", 12, 30
 # Where a new part of an octave [2^e, 2^(e+1)) begins, as a multiple of 2^e: behind its first
 # number, where rounding goes up to the smallest normal number, and where it goes beyond the
 # largest. Multiplied by any power of two, all numbers of one part become the same kind of FP16.
 PARTS = (1.0, 2 - FP16.eps, 2 - FP16.eps / 2)
 
 
+def loss_scale(gradients: torch.Tensor | None = None, power: int = 0) -> Exhibit:
+    """Return an exhibit: what FP16 makes of gradients times 2^`power`, and a scaler that walks.
+
+    `gradients` are any finite numbers, by default those of the small GPT-2 after 12 steps (a run of
+    seconds on the CPU, the first time). The scaler walks through another recorded run.
+    """
+    values = trained_gradients() if gradients is None else gradients
+    data = {
+        "format": described(FP16),
+        "parts": PARTS,
+        "octaves": counted(values),
+        "largest": largest_gradients(),
+        "power": power,
+        "first": 24,
+        "intervals": [2, 5, 10, 2000],
+        "interval": 5,
+    }
+    fates = {k: fp16_fate(values, 2.0**k) for k in range(0, 31, 2)}
+    lines = {
+        "become 0": {k: 100 * fate["zero"] for k, fate in fates.items()},
+        "subnormal": {k: 100 * fate["subnormal"] for k, fate in fates.items()},
+    }
+    good = [k for k, fate in fates.items() if fate["zero"] < 1e-3 and not fate["inf"]]
+    span = f"a factor of 2^{good[0]} to 2^{good[-1]}" if good else "no factor"
+    return make_exhibit(
+        "loss_scale",
+        "A loss scale, and the scaler that chooses it",
+        "Drag the scale over real gradients. Then let the scaler walk, one step a click.",
+        data,
+        curves(lines, "loss scale: 2 to the power", "% of the gradients in FP16"),
+        f"{100 * fates[0]['zero']:.0f} % of these gradients become 0 in FP16 without a scale; "
+        f"{span} loses under 0.1 %, and none to inf",
+    )
+
+
 @lru_cache(maxsize=1)
-def gradients() -> torch.Tensor:
+def trained_gradients() -> torch.Tensor:
     """Return the gradients of the small GPT-2 after 12 steps, float32, on the CPU: a vector.
 
     Like those of notebook 01, section 7, but of weights, and in float32.
     """
     with torch.random.fork_rng(devices=[]):
-        model = build_model(MODEL)
+        model = build_model("gpt2-nano")
         blocks = sequences(128)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         stream = batches(blocks, 4, seed=0)
-        train(model, stream, lm_loss_sum, optimizer, steps=WARM_UP_STEPS, progress=False)
+        train(model, stream, lm_loss_sum, optimizer, steps=12, progress=False)
         batch = next(batches(blocks, 4, seed=1))
         (lm_loss_sum(model, batch) / count_targets(batch)).backward()
     return flat_gradient(model)
@@ -44,18 +80,18 @@ def largest_gradients() -> list[float]:
 
     The run is that of notebook 01, section 7, in float32: no step is skipped.
     """
-    found: list[float] = []
+    sizes: list[float] = []
     with torch.random.fork_rng(devices=[]):
-        model = build_model(MODEL)
+        model = build_model("gpt2-nano")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
         def note(*_: Any) -> None:
-            found.append(flat_gradient(model).abs().max().item())
+            sizes.append(flat_gradient(model).abs().max().item())
 
         optimizer.register_step_pre_hook(note)
         stream = batches(sequences(64), 1, seed=0)
-        train(model, stream, lm_loss_sum, optimizer, steps=WALKED_STEPS, progress=False)
-    return found
+        train(model, stream, lm_loss_sum, optimizer, steps=30, progress=False)
+    return sizes
 
 
 def counted(values: torch.Tensor) -> list[list[int]]:
@@ -70,13 +106,10 @@ def counted(values: torch.Tensor) -> list[list[int]]:
     if not len(sizes) or not sizes.isfinite().all():
         raise ValueError("gradients must be finite, and one of them not zero")
     half, exponent = torch.frexp(sizes)  # half is 0.5 to 1
-    fraction = 2 * half
+    octave, fraction = exponent - 1, 2 * half
     part = torch.bucketize(fraction, torch.tensor(PARTS[1:], dtype=torch.float64), right=True) + 1
     part[fraction == 1] = 0
-    octave = exponent - 1
     rows = []
-    for e in range(int(octave.min()), int(octave.max()) + 1):
-        counts = torch.bincount(part[octave == e], minlength=4).tolist()
-        if sum(counts):
-            rows.append([e, *counts])
+    for e in octave.unique().tolist():
+        rows.append([e, *torch.bincount(part[octave == e], minlength=4).tolist()])
     return rows

@@ -1,19 +1,15 @@
 """The exhibit `plan`: bytes, cards and milliseconds of a step, switch by switch.
 
-Its table, `plan.json`, is made by `benchmarks.plan_table`. It knows a few batch sizes; between them
+Its table, `plan.json`, is made by `make exhibits`. It knows a few batch sizes; between them
 a straight line is drawn. A test compares it with predictions, and prints the largest error.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from labutils.config.card import CONTEXT_GIB
@@ -21,23 +17,20 @@ from labutils.config.cards import CARDS
 from labutils.config.choices import WITH_BF16
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
-from labutils.exhibits.exhibit import Exhibit, make_exhibit
+from labutils.exhibits.exhibit import Exhibit, looks_of, make_exhibit, table_of
 from labutils.memory.ledger import (
     ACTIVATIONS,
     CAST_WEIGHTS,
     GRADIENTS,
     LOGITS,
-    MIB,
     OPTIMIZER,
     PARAMETERS,
     TEMPORARIES,
     WORKSPACES,
 )
-from labutils.plotting import stacked_memory
-from labutils.plotting.style import CATEGORY_LOOKS
+from labutils.plotting import curves
 from labutils.prediction.time import EAGER_BAND, LAUNCH_BOUND, WIDE_BAND
 
-TABLE = Path(__file__).parent / "plan.json"
 Setting = dict[str, Any]  # {switch: value}
 SWITCHES: dict[str, tuple] = {
     "model": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
@@ -61,7 +54,7 @@ FIXED = (PARAMETERS, OPTIMIZER, WORKSPACES)  # equal in every phase and at every
 VARYING = (GRADIENTS, ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES)
 DEVICE = "a100"  # whose kernels and libraries the bytes are of
 TIMED = ("t4", "rtx4090", "a100", "h100")
-BASE = {"path": WITH_BF16.name, "dropout": 0.0}  # a config's name, and what all settings change
+CHANGED = {"dropout": 0.0}  # what all settings change in the config of BF16
 
 
 def settings(switches: tuple[str, ...]) -> Iterator[Setting]:
@@ -78,27 +71,7 @@ def key_of(setting: Setting, switches: tuple[str, ...]) -> str:
 def experiment(setting: Setting, batch: int = 1) -> Config:
     """Return the config of a setting: a step is one micro-batch of so many sequences."""
     shape = {"micro_batch_size": batch, "tokens_per_step": batch * setting["seq_len"]}
-    base = dict(BASE)
-    return load_config(base.pop("path"), **base | shape | setting)
-
-
-@lru_cache(maxsize=1)
-def read() -> dict[str, Any]:
-    """Return the table as it is stored."""
-    return json.loads(TABLE.read_text(encoding="utf-8"))
-
-
-def peaks_at(setting: Setting, batch: int) -> dict[str, dict[str, float]]:
-    """Return the bytes by category at each phase's peak, from the table."""
-    update = read()["update"][key_of(setting, STANDING)]["MiB"]
-    rows = {"optimizer": update[len(FIXED) :]}
-    for phase, known in read()["phases"][key_of(setting, SHAPE)]["MiB"].items():
-        rows[phase] = [np.interp(batch, POINTS, row) if row else 0 for row in known]
-    peaks = {}
-    for phase in PHASES:
-        mib = [*update[: len(FIXED)], *rows[phase]]
-        peaks[phase] = {name: MIB * n for name, n in zip((*FIXED, *VARYING), mib, strict=True)}
-    return peaks
+    return load_config(WITH_BF16.name, **CHANGED | shape | setting)
 
 
 def plan(micro_batch_size: int = 4, **start: Any) -> Exhibit:
@@ -112,18 +85,31 @@ def plan(micro_batch_size: int = 4, **start: Any) -> Exhibit:
     for switch, value in begin.items():
         if value not in SWITCHES.get(switch, ()):
             raise ValueError(f"{switch}: {value!r} is not in the table, which has {SWITCHES}")
-    peaks = peaks_at(begin, micro_batch_size)
-    highest = max(sum(peak.values()) for peak in peaks.values()) / 2**30
-    still = stacked_memory(peaks)
-    still.set_title(f"{begin['model']} in {begin['precision']}: at most {highest:.2f} GiB")
+    lines = {}
+    for policy in SWITCHES["gradient_checkpointing"]:
+        lines[policy] = peaks_gib(begin | {"gradient_checkpointing": policy})
+    ends = [f"{peaks[POINTS[-1]]:.0f}" for peaks in lines.values()]
     return make_exhibit(
         "plan",
         "Plan a training step",
         "Choose a model and its switches, then drag the micro-batch: which cards hold it?",
         page_data(begin, micro_batch_size),
-        still,
-        f"Bytes of a step by phase, stacked by category; the highest bar has {highest:.2f} GiB.",
+        curves(lines, "sequences in the micro-batch", "predicted peak, GiB"),
+        f"{POINTS[-1]} sequences of {begin['seq_len']} tokens, {begin['model']} in "
+        f"{begin['precision']}: {ends[0]} GiB, and {ends[1]} with a checkpoint per block",
     )
+
+
+def peaks_gib(setting: Setting) -> dict[int, float]:
+    """Return {batch size: the largest of the phases' peaks}, for POINTS."""
+    update = table_of("plan")["update"][key_of(setting, STANDING)]["MiB"]
+    phases = table_of("plan")["phases"][key_of(setting, SHAPE)]["MiB"].values()
+    peaks = {}
+    for i, batch in enumerate(POINTS):
+        varying = [sum(row[i] for row in rows if row) for rows in phases]
+        highest = sum(update[: len(FIXED)]) + max(varying)
+        peaks[batch] = max(sum(update), highest) / 1024
+    return peaks
 
 
 def page_data(start: Setting, batch: int) -> dict[str, Any]:
@@ -132,20 +118,20 @@ def page_data(start: Setting, batch: int) -> dict[str, Any]:
     lines = []
     for key, value in named.model_dump().items():
         lines.append([key, yaml.safe_dump({key: value}, sort_keys=False).rstrip()])
-    return read() | {
+    return table_of("plan") | {
         "switches": [[name, LABELS[name], values] for name, values in SWITCHES.items()],
         "shape": SHAPE,
         "standing": STANDING,
         "start": start | {"batch": batch},
         "points": POINTS,
         "phase_names": PHASES,
-        "looks": [[name, *CATEGORY_LOOKS[name]] for name in (*FIXED, *VARYING)],
+        "looks": looks_of((*FIXED, *VARYING)),
         "n_fixed": len(FIXED),
         "timed": TIMED,
         "launch_bound": LAUNCH_BOUND,
         "bands": {"eager": EAGER_BAND, "wide": WIDE_BAND},
         "cards": [[name, card.memory_gib] for name, card in CARDS.items()],
         "context_gib": CONTEXT_GIB,
-        "base": BASE,
+        "changed": CHANGED,
         "config": lines,
     }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas as pd
-from matplotlib.axes import Axes
 
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
-from labutils.plotting import bands
+from labutils.plotting import curves
 from labutils.training.convergence import read_record
 from labutils.training.noise import T_95, paired_difference
 
@@ -18,32 +15,16 @@ KINDS = {"pure": "pure", "sr": "stochastic rounding"}  # parts of an arm's name,
 
 
 def seeds(other: str = "pure_bf16", base: str = "fp32", rate: str = "small") -> Exhibit:
-    """Return an exhibit: recorded runs of several precisions, and whether two of them differ."""
-    return make_exhibit(
-        "seeds",
-        "One run says little: precisions over seeds",
-        "Choose two precisions, and how many seeds you have. See whether their losses differ.",
-        data() | {"other": other, "base": base, "rate": rate},
-        still(base, other, rate),
-        "Differences of the loss of two precisions over the steps: mean and spread of the seeds.",
-    )
+    """Return an exhibit: recorded runs of several precisions, and whether two of them differ.
 
-
-def data() -> dict[str, object]:
-    """Return {rate: {arm: a list for each seed}} of losses and of skipped steps, and their axes.
-
-    A list has a number after each of `steps`; a loss that is not finite is None.
+    The record is that of stability. A list has a number after each of `steps`; a loss that is not
+    finite is NaN.
     """
     record = read_record("stability")
     facts, rows = record.facts, record.losses
-    loss: dict[str, dict[str, list]] = {}
-    skipped: dict[str, dict[str, list]] = {}
-    for (rate, arm), found in rows.groupby(["rate", "arm"]):
-        loss.setdefault(rate, {})[arm] = _by_seed(found, "loss")
-        skipped.setdefault(rate, {})[arm] = _by_seed(found, "skipped")
     rates = facts["rates"].partition(";")[0].split(", ")  # such as "small 0.0001"
-    steps = sorted(int(step) for step in rows.step.unique())
-    return {
+    steps = sorted(rows.step.unique().tolist())
+    data = {
         "arms": {arm: _words(arm) for arm in rows.arm.unique()},
         "rates": dict(rate.rsplit(" ", 1) for rate in rates),
         "steps": steps,
@@ -51,33 +32,38 @@ def data() -> dict[str, object]:
         "every": steps[0],
         "t": T_95,
         "worth_telling": WORTH_TELLING,
-        "loss": loss,
-        "skipped": skipped,
+        "loss": _lists(rows, "loss"),
+        "skipped": _lists(rows, "skipped"),
         "made": f"{facts['device']}, torch {facts['torch']}, {facts['created'][:10]}",
     }
-
-
-def still(base: str, other: str, rate: str) -> Axes:
-    """Return an axis: the paired differences of `other` and `base` over the steps."""
-    rows = read_record("stability").losses
-    table = rows[rows.rate == rate].pivot(index="step", columns=["arm", "seed"], values="loss")
-    gaps = (table[other] - table[base]).T.to_dict("list")
-    pair = [table[arm].iloc[-1].tolist() for arm in (base, other)]
-    last = paired_difference(*pair, worth_telling=WORTH_TELLING)
-    ax = bands({f"{_words(other)}, minus {_words(base)}": gaps}, "step", "difference of the loss")
-    ax.axhline(0, color="black", lw=0.8, ls=":")
-    interval = f"{last.mean:+.3f}, 95 % interval {last.low:+.3f} to {last.high:+.3f}"
-    ax.set_title(f"{rate} rate, after {max(gaps)} steps: {interval}")
-    return ax
+    lines: dict[str, dict[int, float]] = {"mean": {}, "low": {}, "high": {}}
+    verdicts = {}
+    for n in range(2, data["seeds"] + 1):
+        last = [[run[-1] for run in data["loss"][rate][arm][:n]] for arm in (base, other)]
+        gap = paired_difference(*last, worth_telling=WORTH_TELLING)
+        verdicts[n] = gap.verdict
+        for name, points in lines.items():
+            points[n] = getattr(gap, name)
+    return make_exhibit(
+        "seeds",
+        "One run says little: precisions over seeds",
+        "Choose two precisions, and how many seeds you have. See whether their losses differ.",
+        data | {"other": other, "base": base, "rate": rate},
+        curves(lines, "seeds", "difference of the loss, 95 % interval"),
+        f"{_words(other)} against {_words(base)}, {rate} rate: {verdicts[2]} with 2 seeds, "
+        f"{verdicts[data['seeds']]} with {data['seeds']}",
+    )
 
 
 def _words(arm: str) -> str:
     return " ".join(KINDS.get(part, part.upper()) for part in arm.split("_"))
 
 
-def _by_seed(rows: pd.DataFrame, name: str) -> list[list[float | None]]:
-    table = rows.pivot(index="seed", columns="step", values=name).sort_index()
-    by_seed = []
-    for numbers in table.to_numpy().tolist():
-        by_seed.append([None if math.isnan(number) else number for number in numbers])
-    return by_seed
+def _lists(rows: pd.DataFrame, name: str) -> dict[str, dict[str, list[list[float]]]]:
+    """Return {rate: {arm: a list for each seed}} of a column, without arms that have only zeros."""
+    lists: dict[str, dict[str, list[list[float]]]] = {}
+    for (rate, arm), runs in rows.groupby(["rate", "arm"]):
+        table = runs.pivot(index="seed", columns="step", values=name).to_numpy()
+        if table.any():
+            lists.setdefault(rate, {})[arm] = table.tolist()
+    return lists

@@ -1,4 +1,4 @@
-"""The memory of a window of micro-batches, moment by moment, for any of its sizes.
+"""The exhibit `window`: the memory of micro-batches, moment by moment, for any of their sizes.
 
 Bytes are affine in the sequences of a micro-batch, from two on. So two traces give all.
 """
@@ -13,32 +13,49 @@ from labutils.config.card import CPU
 from labutils.config.reader import load_config
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config
-from labutils.memory.ledger import (
-    ACTIVATIONS,
-    CAST_WEIGHTS,
-    GRADIENTS,
-    LOGITS,
-    MIB,
-    OPTIMIZER,
-    PARAMETERS,
-    TEMPORARIES,
-)
+from labutils.exhibits.exhibit import Exhibit, looks_of, make_exhibit
+from labutils.memory.ledger import MIB
+from labutils.plotting import curves
 from labutils.prediction.replay import n_steps, walk
-from labutils.prediction.trace import BIRTH, DEATH, Traces
+from labutils.prediction.trace import BIRTH, CATEGORIES, DEATH, Traces
 
 SEQ_LEN = 64  # as in section 3 of notebook 02
 LARGEST = 128  # sequences: up to here no moment is missed that could be a phase's peak
 MOMENTS = 14  # of each phase at least, where it has so many
-GROUPS = {  # the page's categories, and the ledger's
-    "weights and moments": (PARAMETERS, OPTIMIZER),
-    "gradients": (GRADIENTS,),
-    "activations": (ACTIVATIONS, CAST_WEIGHTS),
-    "logits and loss": (LOGITS,),
-    "temporaries": (TEMPORARIES,),
-}
-# Lengths of four sequences, from section 2 of notebook 02.
-LENGTHS = ([46, 42, 38, 34], [64, 48, 56, 40], [64, 32, 16, 8], [64, 8, 32, 4])
+# Lengths of four sequences: those of section 2 of notebook 02, and equal ones.
+LENGTHS = ([46, 42, 38, 34], [64, 48, 56, 40], [64, 32, 16, 8], [64, 8, 32, 4], [40, 40, 40, 40])
 Part = tuple[str, int | None]  # phase, and micro-batch; the optimizer's has none
+
+
+def window(n_micro_batches: int = 4, micro_batch_size: int = 4) -> Exhibit:
+    """Return an exhibit: scrub through the memory of n × m sequences, and weigh unequal ones.
+
+    Bytes are those of the ledger, of a small GPT-2 on a CPU: two traces take a few seconds.
+    """
+    words = "Predicted by the ledger for gpt2-nano in float32 on a CPU, with sequences of "
+    data = {
+        "n": n_micro_batches,
+        "m": micro_batch_size,
+        "film": film(),
+        "looks": looks_of(CATEGORIES),
+        "lengths": LENGTHS,
+        "model": f"{words}{SEQ_LEN} tokens. The time axis is a sketch.",
+    }
+    totals = (2, 4, 8, 16, 32)
+    lines = {
+        "one batch": {total: peak_mib(1, total) for total in totals},
+        "micro-batches of 2": {total: peak_mib(total // 2, 2) for total in totals},
+    }
+    axes = "sequences per optimizer step", "predicted peak, MiB"
+    at_once, in_parts = (points[32] for points in lines.values())
+    return make_exhibit(
+        "window",
+        "A window of micro-batches",
+        "Scrub through one optimizer step: activations come and go, gradients stay.",
+        data,
+        curves(lines, *axes, log2_ticks=totals),
+        f"32 sequences take {at_once:.0f} MiB in one batch, {in_parts:.0f} MiB in 16 micro-batches",
+    )
 
 
 def window_config(n: int, m: int) -> Config:
@@ -52,7 +69,7 @@ def window_config(n: int, m: int) -> Config:
 def film() -> list[dict[str, object]]:
     """Return the parts of a step of two micro-batches, in order: phase, micro-batch, and moments.
 
-    A moment has [bytes at 0 sequences, bytes per sequence] for each of GROUPS. The second
+    A moment has [bytes at 0 sequences, bytes per sequence] for each of CATEGORIES. The second
     micro-batch stands for all later ones. Those moments are among them at which a phase can have
     its peak.
     """
@@ -61,53 +78,40 @@ def film() -> list[dict[str, object]]:
     for (phase, micro_batch), two in low.items():
         per_sequence = high[phase, micro_batch] - two
         standing = two - 2 * per_sequence
-        moments = []
-        for i in _chosen(standing.sum(axis=1), per_sequence.sum(axis=1)):
-            moments.append(np.stack([standing[i], per_sequence[i]], axis=1).tolist())
-        parts.append({"phase": phase, "micro_batch": micro_batch, "moments": moments})
+        moments = np.stack([standing, per_sequence], axis=2)  # (moments, categories, 2)
+        chosen = _chosen(standing.sum(axis=1), per_sequence.sum(axis=1))
+        part = {"phase": phase, "micro_batch": micro_batch, "moments": moments[chosen].tolist()}
+        parts.append(part)
     return parts
 
 
 def _alive(m: int) -> dict[Part, np.ndarray]:
-    """Return {part: bytes (events, groups)} of the last step of 2 × m, as the ledger counts."""
+    """Return {part: bytes (events, categories)} of the last step of 2 × m, as the ledger counts."""
     config = resolve(window_config(2, m), CPU).config
     trace = Traces(config, None).at(m, 2)
-    last = n_steps(trace) - 1
-    now = dict.fromkeys((category for group in GROUPS.values() for category in group), 0)
-    found: dict[Part, list[list[int]]] = {}
+    now = dict.fromkeys(CATEGORIES, 0)
+    signs = {BIRTH: 1, DEATH: -1}
+    parts: dict[Part, list[list[int]]] = {}
     for step, segment, event in walk(trace, 2):
-        if event.kind in (BIRTH, DEATH):
-            sign = 1 if event.kind == BIRTH else -1
-            now[event.storage.category] += sign * event.storage.n_bytes
-        if step == last:
-            row = [sum(now[category] for category in group) for group in GROUPS.values()]
-            found.setdefault((segment.phase, segment.micro_batch), []).append(row)
-    return {part: np.array(rows) for part, rows in found.items()}
+        if event.kind in signs:
+            now[event.storage.category] += signs[event.kind] * event.storage.n_bytes
+        if step == n_steps(trace) - 1:
+            parts.setdefault((segment.phase, segment.micro_batch), []).append([*now.values()])
+    return {part: np.array(rows) for part, rows in parts.items()}
 
 
 def _chosen(standing: np.ndarray, per_sequence: np.ndarray) -> list[int]:
     """Return moments: evenly spread ones, the last one, and all that can be the highest."""
     evenly = np.linspace(0, len(standing) - 1, MOMENTS).round().astype(int)
-    chosen = set(evenly.tolist())
-    for m in range(2, LARGEST + 1):
-        chosen.add(int((standing + m * per_sequence).argmax()))
-    return sorted(chosen)
+    highest = [(standing + m * per_sequence).argmax() for m in range(2, LARGEST + 1)]
+    return sorted({int(i) for i in (*evenly, *highest)})
 
 
-def peaks(n_sequences: int) -> dict[str, dict[int, float]]:
-    """Return {window: {sequences: peak in MiB}}: of one batch, and of micro-batches of two."""
-    found: dict[str, dict[int, float]] = {"1 × m": {}, "n × 2": {}}
-    sizes = [2**i for i in range(1, n_sequences.bit_length())]
-    for total in sizes:
-        found["1 × m"][total] = _peak(1, total) / MIB
-        found["n × 2"][total] = _peak(total // 2, 2) / MIB
-    return found
-
-
-def _peak(n: int, m: int) -> int:
-    totals = []
+def peak_mib(n: int, m: int) -> float:
+    """Return the predicted peak of n micro-batches of m sequences."""
+    peaks = []
     for part in film():
         if n > 1 or part["micro_batch"] != 1:
-            moments = np.array(part["moments"])
-            totals.append((moments[..., 0] + m * moments[..., 1]).sum(axis=1).max())
-    return int(max(totals))
+            standing, per_sequence = np.array(part["moments"]).sum(axis=1).T
+            peaks.append((standing + m * per_sequence).max())
+    return max(peaks) / MIB
