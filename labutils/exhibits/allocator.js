@@ -14,22 +14,32 @@ import {
   tick,
 } from "./shared.js";
 
+// In bytes, from PyTorch's c10/core/AllocatorConfig.h; a test compares them with those of Python.
+export const RULES = {
+  smallest_block: 512,
+  small_request: MIB,
+  small_segment: 2 * MIB,
+  large_segment: 20 * MIB,
+  large_request: 10 * MIB,
+  round_large: 2 * MIB,
+  addresses: 20 * MIB * 2 ** 24, // that an expandable segment can grow into: they cost nothing
+};
+const EMPTY_CACHE = "empty_cache()";
 const up = (n, multiple) => Math.ceil(n / multiple) * multiple;
 
 // As labutils.prediction.allocator.CachingAllocator with torch's defaults, or expandable segments.
-// `rules` are its constants in bytes.
 export class Allocator {
-  constructor(limit, expandable, rules) {
-    Object.assign(this, { limit, expandable, rules });
+  constructor(limit, expandable) {
+    Object.assign(this, { limit, expandable });
     Object.assign(this, { allocated: 0, reserved: 0, retries: 0, nextAddress: 0 });
-    this.small = { segment: rules.small_segment, free: [], unmapped: [] };
-    this.large = { segment: rules.large_segment, free: [], unmapped: [] };
+    this.small = { segment: RULES.small_segment, free: [], unmapped: [] };
+    this.large = { segment: RULES.large_segment, free: [], unmapped: [] };
     this.blocks = new Set();
   }
 
   // A block, or null where the driver has no more. `how` says where it came from.
   allocate(bytes) {
-    const { smallest_block, small_request } = this.rules;
+    const { smallest_block, small_request } = RULES;
     const size = Math.max(smallest_block, up(bytes, smallest_block));
     const pool = size <= small_request ? this.small : this.large;
     const [before, retries] = [this.reserved, this.retries];
@@ -95,7 +105,7 @@ export class Allocator {
   }
 
   segmentFor(size) {
-    const { small_request, small_segment, large_request, large_segment, round_large } = this.rules;
+    const { small_request, small_segment, large_request, large_segment, round_large } = RULES;
     if (size <= small_request) return small_segment;
     return size < large_request ? large_segment : up(size, round_large);
   }
@@ -186,8 +196,8 @@ export class Allocator {
       if (block) break;
     }
     if (!block) {
-      block = this.make(this.nextAddress, this.rules.addresses, pool, false);
-      this.nextAddress += this.rules.addresses;
+      block = this.make(this.nextAddress, RULES.addresses, pool, false);
+      this.nextAddress += RULES.addresses;
       this.insertUnmapped(block);
     }
     if (!block.mapped) block = this.map(block, size);
@@ -250,8 +260,8 @@ export class Allocator {
 
 // What a list of events leaves. An event is {new: [[number, bytes], …]}, {free: [numbers]} or
 // {empty: true}, with words.
-export function replay(events, limit, expandable, rules) {
-  const cache = new Allocator(limit, expandable, rules);
+export function replay(events, limit, expandable) {
+  const cache = new Allocator(limit, expandable);
   const tensors = new Map();
   const after = events.map((event) => {
     let failed = null;
@@ -320,12 +330,12 @@ function happened(event, { failed, how, returned }, cache) {
 }
 
 export function mount(root, data) {
-  const { rules, story } = data;
-  const state = { limit: data.limit_mib, expandable: data.expandable };
+  const { story } = data;
+  const state = { limit: 200, expandable: false };
   let events = [];
   let nextNumber = 0;
   const replayed = (expandable, more = []) =>
-    replay([...events, ...more], state.limit * MIB, expandable, rules);
+    replay([...events, ...more], state.limit * MIB, expandable);
   const storyLength = () => events.filter((event) => event.story).length;
   const add = (event) => {
     events.push(event);
@@ -354,7 +364,7 @@ export function mount(root, data) {
     const [say, gone, sizes] = story[storyLength()];
     const made = events.flatMap((event) => (event.new ?? []).map(([number]) => number));
     const free = gone.map((i) => made[i]);
-    add({ say, free, new: numbered(sizes), empty: say === data.empty_cache, story: true });
+    add({ say, free, new: numbered(sizes), empty: say === EMPTY_CACHE, story: true });
   }
 
   const own = make("input", { type: "number", min: 0.001, max: LARGEST_REQUEST, step: "any" });
@@ -503,7 +513,7 @@ export function mount(root, data) {
     paragraph(
       button("Free every second tensor", freeEverySecond),
       " ",
-      button("empty_cache()", () => add({ say: data.empty_cache, empty: true })),
+      button("empty_cache()", () => add({ say: EMPTY_CACHE, empty: true })),
       " ",
       button("Undo", undo),
       " ",

@@ -14,6 +14,20 @@ import {
   table,
 } from "./shared.js";
 
+// In 10^9 bytes a second, in one direction. PCI Express: lanes × GT/s × 128/130 (PCI-SIG). Ethernet
+// and InfiniBand: the speed in their names. NVLink: half of what NVIDIA publishes for both
+// directions, 600 and 900 GB/s (nvidia.com/en-us/data-center/nvlink).
+const PCIE = (16 * 128) / 130 / 8; // 16 lanes, per GT/s
+const LINKS = {
+  "10 Gbit/s Ethernet": 10 / 8,
+  "100 Gbit/s Ethernet": 100 / 8,
+  "PCI Express 4.0 × 16": 16 * PCIE,
+  "InfiniBand NDR, 400 Gbit/s": 400 / 8,
+  "PCI Express 5.0 × 16": 32 * PCIE,
+  "NVLink 3 (A100)": 300,
+  "NVLink 4 (H100)": 450,
+};
+
 // The workers' gradients, a list each, from the bytes of float32 numbers in base64.
 export function unpacked(text, elements) {
   const raw = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -97,8 +111,8 @@ function asCount(x) {
 export function mount(root, data) {
   const workers = unpacked(data.gradients, data.elements);
   const formats = data.formats.map(completed);
-  const { n, format, link, parameters } = data;
-  const state = { n, format, link, parameters, order: "ring", power: 0 };
+  const start = { n: 8, format: "BF16", link: "PCI Express 4.0 × 16", order: "ring" };
+  const state = { ...start, parameters: data.models.gpt2, power: 0 };
   const set = (changes) => {
     Object.assign(state, changes);
     show();
@@ -110,12 +124,9 @@ export function mount(root, data) {
   const models = jumps("Jump to", Object.entries(data.models), (parameters) => set({ parameters }));
   const names = formats.map(({ name }) => [name, name]);
   const formatChoice = choice("sent in", names, (format) => set({ format }));
-  const links = Object.entries(data.links).map(([name, gb]) => [
-    name,
-    `${name}: ${short(gb, 3)} GB/s`,
-  ]);
+  const links = Object.entries(LINKS).map(([name, gb]) => [name, `${name}: ${short(gb, 3)} GB/s`]);
   const linkChoice = choice("link", links, (link) => set({ link }));
-  const orders = data.orders.map((order) => [order, order]);
+  const orders = ["ring", "tree"].map((order) => [order, order]);
   const orderChoice = choice("order of additions", orders, (order) => set({ order }));
   const power = slider("gradients multiplied by", { min: -30, max: 30 }, (power) => set({ power }));
   const sentence = paragraph();
@@ -149,7 +160,7 @@ export function mount(root, data) {
   }
 
   const timeOf = (format) =>
-    asTime(sentBytes(state.n, state.parameters, format) / (data.links[state.link] * 1e9));
+    asTime(sentBytes(state.n, state.parameters, format) / (LINKS[state.link] * 1e9));
 
   function showSentence() {
     const format = formats.find(({ name }) => name === state.format);

@@ -8,24 +8,16 @@ export function amdahl(share, speedup) {
 
 const times = (x) => (Number.isFinite(x) ? `${short(x, 3)}×` : "any number ×");
 
-function whyNot(ratio, isCard) {
+function whyNot(ratio) {
   if (Math.abs(ratio - 1) < 0.02) return "The two agree within 2 %.";
-  if (!isCard) {
-    return "So the rest of the step changed, too, or your products are not like the one timed.";
-  }
-  return ratio > 1
-    ? "So the rest of the step became faster, too."
-    : "So the rest of the step became slower.";
+  return `So the rest of the step became ${ratio > 1 ? "faster, too" : "slower"}.`;
 }
 
 export function mount(root, data) {
-  const points = data.cards.map((card) => ({
-    ...card,
-    name: `${card.card}, ${card.precision}`,
-    source: "The time ledger predicts",
-  }));
-  if (data.own) points.push({ ...data.own, name: "yours", source: "You measured" });
-  const state = { share: data.share, product: data.product };
+  const cards = data.cards.map((card) => ({ ...card, name: `${card.card}, ${card.precision}` }));
+  const points = data.own ? [...cards, { ...data.own, name: "yours" }] : cards;
+  const { share: startShare, product: startProduct } = points.at(-1);
+  const state = { share: startShare, product: startProduct };
   const set = (changes) => {
     Object.assign(state, changes);
     show();
@@ -38,7 +30,7 @@ export function mount(root, data) {
     set({ product: 2 ** x }),
   );
   const places = points.map((point) => [point.card ?? point.name, point]);
-  const cards = jumps("Jump to", places, (point) =>
+  const marks = jumps("Jump to", places, (point) =>
     set({ share: point.share, product: point.product }),
   );
   const sentence = paragraph();
@@ -87,13 +79,13 @@ export function mount(root, data) {
     }
     for (const { card, product, step } of points.filter(({ step }) => step)) {
       const at = [Math.log2(product), Math.log2(step)];
-      picture.dot(...at, { fill: card ? "var(--sky)" : "var(--orange)" });
+      picture.dot(...at, { fill: "var(--sky)" });
       const isNear = (ratio) => (other) =>
         other.product > product && other.product < ratio * product;
       let label = { dx: 9 };
       if (points.some(isNear(1.5))) label = { dx: -9, dy: -3, anchor: "end" };
       if (points.some(isNear(1.05))) label = { dx: 9, dy: 14 };
-      picture.text(...at, card ?? "yours", label);
+      picture.text(...at, card, label);
     }
     const up = Math.log2(amdahl(state.share, state.product));
     const look = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 3 };
@@ -105,7 +97,7 @@ export function mount(root, data) {
     const limit = amdahl(state.share, Infinity);
     share.show(100 * state.share, percent(state.share));
     speed.show(Math.log2(state.product), times(state.product));
-    cards.show(isHere);
+    marks.show(isHere);
     const most =
       state.share === 1
         ? "There is no limit: the step is products and nothing else."
@@ -115,15 +107,15 @@ export function mount(root, data) {
       `${times(state.product)} as fast. The step is ${times(step)} as fast. ${most}`;
     const here = points.find((point) => isHere(point) && point.step);
     compared.textContent = here
-      ? `${here.name}: Amdahl's law says ${times(step)}. ${here.source} ${times(here.step)}. ` +
-        whyNot(here.step / step, here.card)
+      ? `${here.name}: Amdahl's law says ${times(step)}. The time ledger predicts ` +
+        `${times(here.step)}. ${whyNot(here.step / step)}`
       : "";
     showChart();
   }
 
   root.append(
     paragraph(share.element, speed.element),
-    cards.element,
+    marks.element,
     sentence,
     compared,
     picture.svg,

@@ -11,6 +11,7 @@ import html
 import io
 import json
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -19,10 +20,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from PIL import Image
 
 from labutils import plotting
-from labutils.files import runs_dir, write_atomically
 from labutils.techniques.numerics import FloatFormat, rounded
 
 FOLDER = Path(__file__).parent
@@ -59,12 +58,6 @@ class Exhibit:
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return {"text/html": self.html, "text/plain": f"{self.title}. {self.say}"}
 
-    def save(self, path: str | Path | None = None) -> Path:
-        """Write a page of its own, by default `runs/exhibits/NAME.html`; return its path."""
-        target = Path(path) if path else runs_dir() / "exhibits" / f"{self.name}.html"
-        write_atomically(target, page(self.title, [self]).encode())
-        return target
-
 
 def make_exhibit(
     name: str, title: str, say: str, data: dict[str, Any], still: Axes, finding: str
@@ -74,8 +67,8 @@ def make_exhibit(
     `data` is what its script gets, as JSON. `still` is drawn where scripts do not run; `finding`,
     its title, says in words what it shows. The figure of `still` is closed.
     """
-    still.set_title(finding, fontsize="medium")
-    picture = f'<img alt="{html.escape(finding)}" src="data:image/png;base64,{_png(still)}">'
+    still.set_title(textwrap.fill(finding, 72), fontsize="medium")
+    picture = f'<img alt="{html.escape(finding)}" src="data:image/webp;base64,{_picture(still)}">'
     body = f'<div data-exhibit="{name}"><figure style="margin: 0">{picture}</figure></div>'
     begin = ", ".join([_literal(name), "mount", _literal(data), _literal(style())])
     script = f'(() => {{\n"use strict";\n{program(name)}start({begin});\n}})();'
@@ -145,11 +138,8 @@ def _literal(value: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _png(ax: Axes) -> str:
-    figure = ax.figure
+def _picture(ax: Axes) -> str:
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=60, metadata={"Software": None})
-    plt.close(figure)
-    small = io.BytesIO()
-    Image.open(file).convert("RGB").quantize(32).save(small, format="png", optimize=True)
-    return base64.b64encode(small.getvalue()).decode()
+    ax.figure.savefig(file, format="webp", dpi=64, pil_kwargs={"quality": 50})
+    plt.close(ax.figure)
+    return base64.b64encode(file.getvalue()).decode()

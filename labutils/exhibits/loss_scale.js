@@ -75,7 +75,7 @@ export function mount(root, page) {
   let overflow = 0; // the first power at which a gradient is inf
   while (overflow <= LARGEST_POWER && count(data, overflow).inf === 0) overflow += 1;
 
-  const state = { power: data.power, first: data.first, interval: data.interval, taken: 0 };
+  const state = { power: 0, first: 24, interval: 5, taken: 0 };
   let last = ""; // the sentence of the part that was used last
   const scale = slider("loss scale", { min: 0, max: LARGEST_POWER }, (power) => {
     state.power = power;
@@ -95,7 +95,7 @@ export function mount(root, page) {
   );
   const interval = choice(
     "the scale doubles after",
-    data.intervals.map((n) => [n, `${n} clean steps`]),
+    [2, 5, 10, 2000].map((n) => [n, `${n} clean steps`]),
     (n) => walkFrom({ interval: Number(n), taken: 0 }),
   );
   const next = button("next step", () => walkFrom({ taken: state.taken + 1 }));

@@ -16,6 +16,13 @@ import {
   whole,
 } from "./shared.js";
 
+const LABELS = {
+  model: "model",
+  precision: "precision",
+  seq_len: "length in tokens",
+  gradient_checkpointing: "checkpointing",
+  optimizer: "optimizer",
+};
 const GIB = 1024 * MIB;
 const keyOf = (setting, switches) => switches.map((name) => setting[name]).join("/");
 
@@ -93,9 +100,9 @@ export function mount(root, data) {
   const { batch: startBatch, ...start } = data.start;
   const state = { setting: start, batch: startBatch };
   const names = data.looks.map(([name]) => name);
-  const switches = data.switches.map(([key, label, values]) => {
+  const switches = Object.entries(data.switches).map(([key, values]) => {
     const options = values.map((value) => [value, value]);
-    const control = choice(label, options, (text) => {
+    const control = choice(LABELS[key], options, (text) => {
       state.setting[key] = values.find((value) => String(value) === text);
       show();
     });

@@ -39,13 +39,6 @@ SWITCHES: dict[str, tuple] = {
     "gradient_checkpointing": ("none", "block"),
     "optimizer": ("adamw", "adamw_8bit", "sgd"),
 }
-LABELS = {
-    "model": "model",
-    "precision": "precision",
-    "seq_len": "length in tokens",
-    "gradient_checkpointing": "checkpointing",
-    "optimizer": "optimizer",
-}
 SHAPE = ("model", "precision", "seq_len", "gradient_checkpointing")  # what phases depend on
 STANDING = ("model", "precision", "optimizer")  # what the update depends on
 PHASES = ("forward", "loss", "backward", "optimizer")
@@ -85,31 +78,23 @@ def plan(micro_batch_size: int = 4, **start: Any) -> Exhibit:
     for switch, value in begin.items():
         if value not in SWITCHES.get(switch, ()):
             raise ValueError(f"{switch}: {value!r} is not in the table, which has {SWITCHES}")
+    milliseconds = table_of("plan")["phases"][key_of(begin, SHAPE)]["ms"]
     lines = {}
-    for policy in SWITCHES["gradient_checkpointing"]:
-        lines[policy] = peaks_gib(begin | {"gradient_checkpointing": policy})
-    ends = [f"{peaks[POINTS[-1]]:.0f}" for peaks in lines.values()]
+    for card, row in zip(TIMED, milliseconds, strict=True):
+        if row:
+            lines[card] = dict(zip(POINTS, row, strict=True))
+    fastest = lines[TIMED[-1]]
+    ax = curves(lines, "sequences", "ms before the update, predicted", log2_ticks=POINTS)
+    ax.set_yscale("log")
     return make_exhibit(
         "plan",
         "Plan a training step",
         "Choose a model and its switches, then drag the micro-batch: which cards hold it?",
         page_data(begin, micro_batch_size),
-        curves(lines, "sequences in the micro-batch", "predicted peak, GiB"),
-        f"{POINTS[-1]} sequences of {begin['seq_len']} tokens, {begin['model']} in "
-        f"{begin['precision']}: {ends[0]} GiB, and {ends[1]} with a checkpoint per block",
+        ax,
+        f"{begin['model']} in {begin['precision']}: on an {TIMED[-1]} one sequence takes "
+        f"{fastest[1]:.0f} ms, and one of {POINTS[-1]} together {fastest[64] / 64:.1f} ms",
     )
-
-
-def peaks_gib(setting: Setting) -> dict[int, float]:
-    """Return {batch size: the largest of the phases' peaks}, for POINTS."""
-    update = table_of("plan")["update"][key_of(setting, STANDING)]["MiB"]
-    phases = table_of("plan")["phases"][key_of(setting, SHAPE)]["MiB"].values()
-    peaks = {}
-    for i, batch in enumerate(POINTS):
-        varying = [sum(row[i] for row in rows if row) for rows in phases]
-        highest = sum(update[: len(FIXED)]) + max(varying)
-        peaks[batch] = max(sum(update), highest) / 1024
-    return peaks
 
 
 def page_data(start: Setting, batch: int) -> dict[str, Any]:
@@ -119,7 +104,7 @@ def page_data(start: Setting, batch: int) -> dict[str, Any]:
     for key, value in named.model_dump().items():
         lines.append([key, yaml.safe_dump({key: value}, sort_keys=False).rstrip()])
     return table_of("plan") | {
-        "switches": [[name, LABELS[name], values] for name, values in SWITCHES.items()],
+        "switches": SWITCHES,
         "shape": SHAPE,
         "standing": STANDING,
         "start": start | {"batch": batch},

@@ -26,18 +26,20 @@ export function verdict({ mean, low, high }, worthTelling) {
 }
 
 export function mount(root, data) {
-  const { rate, other, base, seeds: n, steps } = data;
-  const state = { rate, other, base, n, step: steps.length - 1 };
+  const { steps, rates } = data;
+  const start = { rate: rates[0][0], other: "pure_bf16", base: "fp32" };
+  const n = data.loss[`${start.rate} ${start.base}`].length;
+  const state = { ...start, n, step: steps.length - 1 };
   const set = (changes) => {
     Object.assign(state, changes);
     show();
   };
   const arms = Object.entries(data.arms);
-  const rates = Object.entries(data.rates).map(([name, value]) => [name, `${name}: ${value}`]);
-  const rateChoice = choice("learning rate", rates, (rate) => set({ rate }));
+  const named = rates.map(([name, value]) => [name, `${name}: ${value}`]);
+  const rateChoice = choice("learning rate", named, (rate) => set({ rate }));
   const otherChoice = choice("compare", arms, (other) => set({ other }));
   const baseChoice = choice("with", arms, (base) => set({ base }));
-  const seeds = slider("seeds", { min: 2, max: data.seeds }, (n) => set({ n }));
+  const seeds = slider("seeds", { min: 2, max: n }, (n) => set({ n }));
   const step = slider("step", { min: 0, max: steps.length - 1 }, (step) => set({ step }));
   const sentence = paragraph();
   const picture = chart("the difference of each pair, and the interval of their mean", {
@@ -46,9 +48,9 @@ export function mount(root, data) {
   });
   const rows = table(["precision", "loss ± σ", "skipped", "inf or NaN"]);
 
-  // The numbers of the first seeds at this step; without runs in the record they are 0.
+  // The numbers of the first seeds at this step; where a record has no runs they are 0.
   const at = (record, arm) => {
-    const runs = record[state.rate]?.[arm]?.slice(0, state.n) ?? [];
+    const runs = record[`${state.rate} ${arm}`]?.slice(0, state.n) ?? [];
     return runs.length ? runs.map((run) => run[state.step]) : [0];
   };
 
@@ -106,7 +108,7 @@ export function mount(root, data) {
     paragraph(
       `Larger or smaller: the interval leaves out 0, and the mean exceeds ${data.worth_telling}, ` +
         `the least difference that we call worth telling. Recorded on ${data.made}. A loss is the ` +
-        `mean over the last ${data.every} steps, σ the standard deviation between seeds. ` +
+        `mean over the last ${steps[0]} steps, σ the standard deviation between seeds. ` +
         "Skipped: steps that the scaler left out, the mean of the seeds.",
     ),
   );

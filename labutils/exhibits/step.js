@@ -15,6 +15,8 @@ import {
   table,
 } from "./shared.js";
 
+const COPIES = "cast weights";
+const NAMES = { [COPIES]: "16-bit copies of weights", "optimizer state": "moments of AdamW" };
 const SEEN = 0.005 * MIB; // fewer bytes would be shown as 0.00
 const mib = (bytes) => (bytes / MIB).toFixed(2);
 
@@ -33,8 +35,8 @@ export function highest(book) {
 }
 
 // Where copies of weights first are, where the last is gone, and how many bytes they have at most.
-export function copiesOf(run, category) {
-  const ofCopies = (now) => sum(now.filter((_, g) => run.groups[g][0] === category));
+export function copiesOf(run) {
+  const ofCopies = (now) => sum(now.filter((_, g) => run.groups[g][0] === COPIES));
   const bytes = alive(run).map(ofCopies);
   const largest = Math.max(...bytes);
   if (largest === 0) return null;
@@ -94,8 +96,8 @@ export function mount(root, data) {
   const most = Math.max(...Object.values(books).flat().map(sum));
   const is16 = ([, dtype]) => dtype.endsWith("float16");
   const hatchOf = (group) => (is16(group) ? "//" : "");
-  const nameOf = ([category]) => data.names[category] ?? category;
-  const colourOf = ([category]) => data.colours[category];
+  const nameOf = ([category]) => NAMES[category] ?? category;
+  const colourOf = ([category]) => data.looks.find(([name]) => name === category)[1];
   const state = { name: data.precision, moment: 0 };
   const go = (moment) => {
     state.moment = Math.max(0, Math.min(moment, books[state.name].length - 1));
@@ -201,7 +203,7 @@ export function mount(root, data) {
   function showRun() {
     const book = books[state.name];
     const phases = runs[state.name].moments.map(([phase]) => phase);
-    const copies = copiesOf(runs[state.name], data.copies);
+    const copies = copiesOf(runs[state.name]);
     const spots = [
       ["the peak", highest(book)],
       ["clip", phases.indexOf("clip")],

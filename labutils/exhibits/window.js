@@ -19,6 +19,14 @@ import {
 } from "./shared.js";
 
 const GRADIENTS = "gradients";
+// Lengths of four sequences: those of section 2 of notebook 02, and equal ones.
+const LENGTHS = [
+  [46, 42, 38, 34],
+  [64, 48, 56, 40],
+  [64, 32, 16, 8],
+  [64, 8, 32, 4],
+  [40, 40, 40, 40],
+];
 const mib = (bytes) => (bytes / MIB).toFixed(1);
 const totalOf = (frame) => sum(frame.bytes);
 const highest = (frames) => Math.max(...frames.map(totalOf));
@@ -69,7 +77,7 @@ function startsOf(all) {
 export function mount(root, data) {
   const { film, looks } = data;
   const gradients = looks.findIndex(([name]) => name === GRADIENTS);
-  const state = { n: data.n, m: data.m, moment: 0 };
+  const state = { n: 4, m: 4, moment: 0 };
   let split = frames(film, state.n, state.m);
   let whole = wholeFrames(film, state.n, state.m);
   let last = ""; // the sentence of the part that was used last
@@ -174,14 +182,14 @@ export function mount(root, data) {
     if (target !== undefined) go(target);
   }
 
-  const lengths = [...data.lengths[0]];
+  const lengths = [...LENGTHS[0]];
   const sliders = lengths.map((_, i) =>
     slider(`tokens of sequence ${i + 1}`, { min: 2, max: 64 }, (length) => {
       lengths[i] = length;
       showWeights();
     }),
   );
-  const cases = data.lengths.map((numbers) => [numbers.join(", "), numbers]);
+  const cases = LENGTHS.map((numbers) => [numbers.join(", "), numbers]);
   const examples = jumps("Lengths:", cases, (numbers) => {
     lengths.splice(0, lengths.length, ...numbers);
     showWeights();
@@ -239,7 +247,10 @@ export function mount(root, data) {
       bytes.element,
       paragraph("The areas lie in the order of this table, the first one at the bottom."),
       peaks,
-      paragraph(data.model),
+      paragraph(
+        "Predicted by the ledger for gpt2-nano in float32 on a CPU, with sequences of 64 tokens. " +
+          "The time axis is a sketch.",
+      ),
     ),
     group(
       "Unequal lengths: what one token weighs",

@@ -6,6 +6,7 @@ Bytes are affine in the sequences of a micro-batch, from two on. So two traces g
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -22,40 +23,35 @@ from labutils.prediction.trace import BIRTH, CATEGORIES, DEATH, Traces
 SEQ_LEN = 64  # as in section 3 of notebook 02
 LARGEST = 128  # sequences: up to here no moment is missed that could be a phase's peak
 MOMENTS = 14  # of each phase at least, where it has so many
-# Lengths of four sequences: those of section 2 of notebook 02, and equal ones.
-LENGTHS = ([46, 42, 38, 34], [64, 48, 56, 40], [64, 32, 16, 8], [64, 8, 32, 4], [40, 40, 40, 40])
 Part = tuple[str, int | None]  # phase, and micro-batch; the optimizer's has none
 
 
-def window(n_micro_batches: int = 4, micro_batch_size: int = 4) -> Exhibit:
+def window() -> Exhibit:
     """Return an exhibit: scrub through the memory of n × m sequences, and weigh unequal ones.
 
     Bytes are those of the ledger, of a small GPT-2 on a CPU: two traces take a few seconds.
     """
-    words = "Predicted by the ledger for gpt2-nano in float32 on a CPU, with sequences of "
-    data = {
-        "n": n_micro_batches,
-        "m": micro_batch_size,
-        "film": film(),
-        "looks": looks_of(CATEGORIES),
-        "lengths": LENGTHS,
-        "model": f"{words}{SEQ_LEN} tokens. The time axis is a sketch.",
-    }
-    totals = (2, 4, 8, 16, 32)
+    sizes = (2, 4, 8, 16, 32)
+    at_once = [part for part in film() if part["micro_batch"] != 1]
     lines = {
-        "one batch": {total: peak_mib(1, total) for total in totals},
-        "micro-batches of 2": {total: peak_mib(total // 2, 2) for total in totals},
+        "one batch": {m: peak_mib(at_once, m) for m in sizes},
+        "micro-batches of 2": {m: peak_mib(film(), 2) for m in sizes},
     }
-    axes = "sequences per optimizer step", "predicted peak, MiB"
-    at_once, in_parts = (points[32] for points in lines.values())
+    ends = [line[32] for line in lines.values()]
     return make_exhibit(
         "window",
         "A window of micro-batches",
         "Scrub through one optimizer step: activations come and go, gradients stay.",
-        data,
-        curves(lines, *axes, log2_ticks=totals),
-        f"32 sequences take {at_once:.0f} MiB in one batch, {in_parts:.0f} MiB in 16 micro-batches",
+        {"film": film(), "looks": looks_of(CATEGORIES)},
+        curves(lines, "sequences per optimizer step", "predicted peak, MiB", log2_ticks=sizes),
+        f"32 sequences take {ends[0]:.0f} MiB in one batch, {ends[1]:.0f} MiB in 16 micro-batches",
     )
+
+
+def peak_mib(parts: list[dict[str, Any]], m: int) -> float:
+    """Return the predicted peak of parts of the film, with m sequences in a micro-batch."""
+    bytes_of = [np.array(part["moments"]).sum(axis=1) @ (1, m) for part in parts]
+    return max(moments.max() for moments in bytes_of) / MIB
 
 
 def window_config(n: int, m: int) -> Config:
@@ -66,7 +62,7 @@ def window_config(n: int, m: int) -> Config:
 
 
 @lru_cache
-def film() -> list[dict[str, object]]:
+def film() -> list[dict[str, Any]]:
     """Return the parts of a step of two micro-batches, in order: phase, micro-batch, and moments.
 
     A moment has [bytes at 0 sequences, bytes per sequence] for each of CATEGORIES. The second
@@ -74,7 +70,7 @@ def film() -> list[dict[str, object]]:
     its peak.
     """
     low, high = _alive(2), _alive(3)
-    parts: list[dict[str, object]] = []
+    parts: list[dict[str, Any]] = []
     for (phase, micro_batch), two in low.items():
         per_sequence = high[phase, micro_batch] - two
         standing = two - 2 * per_sequence
@@ -105,13 +101,3 @@ def _chosen(standing: np.ndarray, per_sequence: np.ndarray) -> list[int]:
     evenly = np.linspace(0, len(standing) - 1, MOMENTS).round().astype(int)
     highest = [(standing + m * per_sequence).argmax() for m in range(2, LARGEST + 1)]
     return sorted({int(i) for i in (*evenly, *highest)})
-
-
-def peak_mib(n: int, m: int) -> float:
-    """Return the predicted peak of n micro-batches of m sequences."""
-    peaks = []
-    for part in film():
-        if n > 1 or part["micro_batch"] != 1:
-            standing, per_sequence = np.array(part["moments"]).sum(axis=1).T
-            peaks.append((standing + m * per_sequence).max())
-    return max(peaks) / MIB

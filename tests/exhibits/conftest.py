@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from labutils.exhibits.exhibit import program
+from labutils.exhibits.exhibit import page, program
 
 NODE_MODULES = Path(__file__).parent / "node_modules"
 # Numbers that JSON lacks come back as {"$": their text}.
@@ -93,7 +93,9 @@ def show(browser, visit, tmp_path):
     """Return a function that opens an exhibit's page and gives its root element."""
 
     def open_page(exhibit, width: int = 1200):
-        visit(exhibit.save(tmp_path / "page.html"), width)
+        path = tmp_path / "page.html"
+        path.write_text(page(exhibit.title, [exhibit]), encoding="utf-8")
+        visit(path, width)
         return browser.find_element("css selector", "[data-exhibit]")
 
     return open_page

@@ -53,7 +53,7 @@ def test_an_exhibit_is_small_fetches_nothing_and_has_a_still(name):
     assert not re.search(r"https?:(?!//www.w3.org/2000/svg)|\b(im|ex)port\b|fetch\(|<link", html)
     assert not re.search(r"\b(transition|animation)\b", html)  # nothing moves by itself
     without = re.sub(r"<script>.*?</script>", "", html, flags=re.S)
-    assert re.search(r'<img alt="[^"]*\d[^"]*" src="data:image/png;base64,', without)  # a finding
+    assert re.search(r'<img alt="[^"]*\d[^"]*" src="data:image/webp;base64,', without)  # a finding
     assert f'data-exhibit="{name}"' in without and "<button" not in without
     assert exhibit(name)._repr_mimebundle_()["text/html"] == html
 

@@ -97,12 +97,6 @@ def test_gradients_on_the_edges_have_the_right_fate(node):
         assert shares == fp16_fate(values, 2.0**k), k
 
 
-def test_gradients_that_are_not_numbers_are_refused():
-    for wrong in (torch.tensor([1.0, math.nan]), torch.tensor([math.inf]), torch.zeros(3)):
-        with pytest.raises(ValueError, match="finite"):
-            lab.play.loss_scale(wrong)
-
-
 def walked_by_torch(largest: list[float], scale: float, interval: int) -> list[list]:
     """Return [scale after it, was it skipped] of each step, by torch's own GradScaler."""
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -155,8 +149,8 @@ def some_events(rng: random.Random) -> list[list[int]]:
     return events
 
 
-PLAY = """(sequences, rules) => sequences.map(([limit, expandable, events]) => {
-  const cache = new Allocator(limit, expandable, rules);
+PLAY = """(sequences) => sequences.map(([limit, expandable, events]) => {
+  const cache = new Allocator(limit, expandable);
   const blocks = {};
   const listed = (blocks) => blocks.map((block) => [block.address, block.size]);
   return events.map(([number, bytes]) => {
@@ -198,9 +192,8 @@ def test_random_events_leave_what_the_rules_leave(node, is_expandable):
     rng = random.Random(is_expandable)
     limits = (1e18, 60 * MIB, 150 * MIB, 300 * MIB)
     sequences = [[limits[i % 4], is_expandable, some_events(rng)] for i in range(200)]
-    rules = lab.play.allocator_rules()
     n_failed = n_retried = 0
-    for sequence, page in zip(sequences, node("allocator", PLAY, sequences, rules), strict=True):
+    for sequence, page in zip(sequences, node("allocator", PLAY, sequences), strict=True):
         right = played(*sequence)
         assert page == right
         n_failed += sum(state[0] for state in right)
@@ -316,11 +309,6 @@ def test_the_page_sums_as_torch_does_bit_for_bit(node, fmt):
             assert error == pytest.approx(wrong, rel=1e-9, abs=1e-15)
         assert n_bytes == pytest.approx(2 * (n - 1) / n * 1e6 * fmt.dtype.itemsize)
     assert fmt is not FP16 or extremes == {False, True}  # some are lost, and some overflow
-
-
-def test_a_number_of_workers_without_data_is_refused():
-    with pytest.raises(ValueError, match="not 7"):
-        lab.play.allreduce(7)
 
 
 # ---- window, step
