@@ -2,12 +2,13 @@
 
 plan: each setting is predicted at the batch sizes of POINTS; the page draws straight lines between
 them. amdahl: what the time ledger says of some cards. step: what is alive at each moment of a
-training step. What there is already is kept, so it can be stopped and continued.
+training step. loss_scale, allreduce: real gradients. What there is already is kept, so it can be stopped and continued.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import itertools
 import json
 from collections import Counter
@@ -29,12 +30,18 @@ from labutils.files import write_atomically
 from labutils.machine import here
 from labutils.memory.kinds import PRODUCT
 from labutils.memory.ledger import MIB
+from labutils.memory.tensors import flat_gradient
 from labutils.prediction import replay, trace
 from labutils.prediction.memory import BatchSizes
 from labutils.prediction.time import PRODUCTS, Clock, predict_time
 from labutils.techniques import precision
-from labutils.techniques.loss import lm_loss_sum
+from labutils.techniques.loss import count_targets, lm_loss_sum
+from labutils.techniques.numerics import FP16, fp16_fate
+from labutils.training.gradients import window_gradient
+from labutils.training.train import train
 from labutils.workload.build import build_optimizer, float32_model
+from labutils.workload.data import batches, sequences
+from labutils.workload.gpt2 import build_model
 
 CARDS_SHOWN = ("t4", "l4", "rtx4090", "a100", "h200")
 
@@ -150,28 +157,10 @@ def card_speeds(card: str) -> dict[str, str | float]:
 
 # ---- step
 
-NAMES = {  # a part of GPT-2, for a reader; a part of a block follows "block N, "
-    "wte": "token embedding",
-    "wpe": "position embedding",
-    "ln_1": "first layer norm",
-    "attn.c_attn": "query, key, value",
-    "attn.c_proj": "output of attention",
-    "ln_2": "second layer norm",
-    "mlp.c_fc": "first layer of the MLP",
-    "mlp.act": "activation function",
-    "mlp.c_proj": "second layer of the MLP",
-    "ln_f": "last layer norm",
-    "lm_head": "logits",
-}
-CLIPPED, STEPPED = "the gradients are clipped", "the weights are updated"
-ENDS = {
-    "loss": "the loss is known",
-    "backward": "all gradients are complete",
-    "optimizer": "the gradients are freed",
-}
-
-
-UPDATE, MARK = "optimizer", "mark"
+# Parts of GPT-2 that are told from each other; the page has words for them, and for other marks.
+SHOWN = ("wte", "wpe", "ln_1", "c_attn", "c_proj", "ln_2", "c_fc", "act", "ln_f", "lm_head")
+CLIP, STEP, END, PEAK = "clip", "step", "end", "peak"  # the other marks
+MARK = "mark"
 Alive = Counter[tuple[str, str]]  # {(category, dtype): bytes}
 
 
@@ -189,7 +178,7 @@ class Moment(NamedTuple):
     """What is alive after a part of a step."""
 
     phase: str
-    text: str
+    name: str
     made: str
     alive: Alive
 
@@ -203,15 +192,14 @@ def marked_trace(config: Config) -> trace.Trace:
 
         model = float32_model(config)
         for name, module in model.named_modules():
-            if reader_name(name):
-                module.register_forward_hook(partial(after_module, mark, reader_name(name)))
+            if name.endswith(SHOWN):
+                module.register_forward_hook(partial(after_module, mark, name))
         for name, parameter in model.named_parameters():
             if name.endswith(".weight"):
-                text = f"the gradient of a weight: {reader_name(name.removesuffix('.weight'))}"
-                parameter.register_post_accumulate_grad_hook(partial(after_gradient, mark, text))
+                parameter.register_post_accumulate_grad_hook(partial(after_gradient, mark, name))
         optimizer = build_optimizer(model, config)
-        optimizer.register_step_pre_hook(lambda *_: mark(CLIPPED))
-        optimizer.register_step_post_hook(lambda *_: mark(STEPPED))
+        optimizer.register_step_pre_hook(lambda *_: mark(CLIP))
+        optimizer.register_step_post_hook(lambda *_: mark(STEP))
         ids = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
         return trace.trace_step(
             model,
@@ -233,25 +221,23 @@ def after_gradient(mark: Callable, text: str, parameter: torch.Tensor) -> None:
     mark(text, parameter.grad.dtype)
 
 
-def moments_of(config: Config, *, has_scaler: bool) -> list[Moment]:
+def moments_of(config: Config) -> list[Moment]:
     """Return the moments of a resolved config's step on a CPU, after the first step.
 
-    The first is before the forward pass, the last after the gradients are cleared. Each phase up to
-    backward has a moment with its peak, which is that of `predict_memory`.
+    Each phase has its peak, which is that of `predict_memory`, and ends with END.
     """
     step = marked_trace(config)
     living = {id(storage) for storage in step.lasting()}
     alive: Alive = Counter()
     for storage in step.lasting():
         alive[group_of(storage)] += storage.n_bytes
-    moments = [Moment("forward", "before the step", "", Counter(alive))]
+    moments = [Moment("forward", "", "", Counter(alive))]
     for phase, segments in itertools.groupby(step.segments, key=lambda segment: segment.phase):
-        part: list[Moment] = []
-        place, peak = 0, Counter(alive)
+        place, peak = len(moments), Counter(alive)
         for event in itertools.chain(*[segment.events for segment in segments]):
             storage = event.storage
             if event.kind == MARK:
-                part.append(Moment(phase, event.name, event.made, Counter(alive)))
+                moments.append(Moment(phase, event.name, event.made, Counter(alive)))
             elif event.kind == trace.BIRTH and storage.category not in trace.LASTING:
                 living.add(id(storage))
                 alive[group_of(storage)] += storage.n_bytes
@@ -259,41 +245,20 @@ def moments_of(config: Config, *, has_scaler: bool) -> list[Moment]:
                 living.remove(id(storage))
                 alive[group_of(storage)] -= storage.n_bytes
             if alive.total() > peak.total():
-                place, peak = len(part), Counter(alive)
-        part.append(Moment(phase, ENDS.get(phase, ""), "", Counter(alive)))
-        part.insert(place, Moment(phase, "the most bytes of this phase", "", peak))
-        if phase == UPDATE:
-            part = lines_of_update(part, moments[-1].alive, has_scaler=has_scaler)
-        moments += [moment for moment in part if moment.text]
+                place, peak = len(moments), Counter(alive)
+        moments.insert(place, Moment(phase, PEAK, "", peak))
+        moments.append(Moment(phase, END, "", Counter(alive)))
     return moments
-
-
-def lines_of_update(update: list[Moment], before: Alive, *, has_scaler: bool) -> list[Moment]:
-    """Return the moments of a loop's lines behind the backward pass.
-
-    A GradScaler cannot run in the trace. It divides in place, and changes one number: the bytes
-    stay.
-    """
-    clipped = next(moment.alive for moment in update if moment.text == CLIPPED)
-    stepped = [moment.alive for moment in update if moment.text == STEPPED][-1]
-    lines = [
-        Moment("unscale", "the gradients are divided by the scale", "", before),
-        Moment("clip", CLIPPED, "", clipped),
-        Moment("step", STEPPED, "", stepped),
-        Moment("update", "the scaler chooses the next scale", "", stepped),
-        Moment("clear", ENDS[UPDATE], "", update[-1].alive),
-    ]
-    return [line for line in lines if has_scaler or line.phase not in ("unscale", "update")]
 
 
 def run_of(row: Precision) -> dict[str, Any]:
     """Return a step of the small GPT-2 in a precision, on a CPU.
 
-    A moment is [phase, text, dtype of what it made, [group, bytes more, …]]; the first one counts
+    A moment is [phase, name, dtype of what it made, [group, bytes more, …]]; the first one counts
     from nothing. `groups` are [category, dtype].
     """
     config = resolve(load_config(row.name), CPU).config
-    moments = moments_of(config, has_scaler=row.loss_scale)
+    moments = moments_of(config)
     groups = sorted({group for moment in moments for group in moment.alive})
     groups.sort(key=lambda group: trace.CATEGORIES.index(group[0]))
     before: Alive = Counter()
@@ -303,7 +268,7 @@ def run_of(row: Precision) -> dict[str, Any]:
         for i, group in enumerate(groups):
             more = moment.alive[group] - before[group]
             changes += [i, more] if more else []
-        lines.append([moment.phase, moment.text, moment.made, changes])
+        lines.append([moment.phase, moment.name, moment.made, changes])
         before = moment.alive
     about = {"autocast": row.products if row.autocast else "", "scaler": row.loss_scale}
     return {**about, "groups": groups, "moments": lines}
@@ -317,13 +282,63 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reader_name(module: str) -> str:
-    """Return what a reader calls a part of GPT-2, "" for a part without a name."""
-    parts = module.removeprefix("transformer.").split(".")
-    if parts[0] != "h" or len(parts) < 3:
-        return NAMES.get(".".join(parts), "")
-    label = NAMES.get(".".join(parts[2:]), "")
-    return label and f"block {int(parts[1]) + 1}, {label}"
+# ---- loss_scale, allreduce: gradients of the small GPT-2 on a CPU
+
+# Where a new part of an octave [2^e, 2^(e+1)) begins, as a multiple of 2^e: behind its first
+# number, where rounding goes up to the smallest normal number, and where it goes beyond the
+# largest. Multiplied by any power of two, all numbers of one part become the same kind of FP16.
+OCTAVE_PARTS = (1.0, 2 - FP16.eps, 2 - FP16.eps / 2)
+
+
+def counted(values: torch.Tensor) -> list[list[int]]:
+    """Return [e, n, n, n, n] for each octave [2^e, 2^(e+1)) with absolute values in it.
+
+    The four counts are those of its parts: exactly 2^e, and between the bounds of OCTAVE_PARTS.
+    Zeros are left out. With these counts the shares of `fp16_fate` are exact at every power of two.
+    """
+    half, exponent = torch.frexp(values[values != 0].abs().double())  # half is 0.5 to 1
+    bounds = torch.tensor(OCTAVE_PARTS[1:], dtype=torch.float64)
+    part = torch.bucketize(2 * half, bounds, right=True) + 1
+    part[half == 0.5] = 0
+    rows = []
+    for e in exponent.unique().tolist():
+        rows.append([e - 1, *torch.bincount(part[exponent == e], minlength=4).tolist()])
+    return rows
+
+
+def trained(seq_len: int, size: int, rate: float, steps: int) -> tuple[torch.nn.Module, list]:
+    """Train the small GPT-2; return it, and the largest weight gradient of each step."""
+    model, largest = build_model("gpt2-nano"), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer.register_step_pre_hook(lambda *_: largest.append(flat_gradient(model).abs().max()))
+    stream = batches(sequences(seq_len), size, seed=0)
+    train(model, stream, lm_loss_sum, optimizer, steps=steps, progress=False)
+    return model, [size.item() for size in largest]
+
+
+def mean_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return lm_loss_sum(model, batch) / count_targets(batch)
+
+
+def octaves() -> dict[str, Any]:
+    """Return the sizes of all gradients after 12 steps, and which scales FP16 needs for them."""
+    batch = next(batches(sequences(128), 4, seed=1))
+    values = window_gradient(trained(128, 4, 2e-3, 12)[0], [batch], mean_loss)
+    return {"counts": counted(values), "fates": [fp16_fate(values, 2.0**k) for k in range(31)]}
+
+
+def workers() -> dict[str, Any]:
+    """Return 64 elements of 64 workers' gradients before training, `(64, 64)`, as float32 bytes.
+
+    Each worker has a sequence of 32 tokens. An element that is 0 for one of them is left out: it
+    says nothing about rounding. `lost` is the share that FP16 makes 0, times a power of two.
+    """
+    model, stream = build_model("gpt2-nano", dropout=0.0), batches(sequences(32), 1, seed=0)
+    rows = [window_gradient(model, [next(stream)], mean_loss)[::97] for _ in range(64)]
+    nonzero = torch.stack(rows)[:, (torch.stack(rows) != 0).all(0)]
+    values = nonzero[:, :: nonzero.shape[1] // 64][:, :64].contiguous()
+    lost = {k: fp16_fate(values, 2.0**k / 64)["zero"] for k in range(-24, 1)}
+    return {"values": base64.b64encode(values.numpy().tobytes()).decode(), "lost": lost}
 
 
 if __name__ == "__main__":
@@ -334,6 +349,10 @@ if __name__ == "__main__":
             path.unlink()
     rows = [row for row in PRECISIONS.values() if not row.not_on_cpu and row.weights == "float32"]
     complete("step", "runs", {row.name: partial(run_of, row) for row in rows})
+    complete(
+        "loss_scale", "gradients", {"all": octaves, "largest": lambda: trained(64, 1, 1e-3, 30)[1]}
+    )
+    complete("allreduce", "gradients", {"64 workers": workers})
     cards = {card: partial(card_speeds, card) for card in CARDS_SHOWN}
     complete("amdahl", "cards", cards)
     for part, switches, predicted in PLAN_PARTS:

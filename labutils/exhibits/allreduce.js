@@ -28,8 +28,11 @@ const LINKS = {
   "NVLink 4 (H100)": 450,
 };
 
-// The workers' gradients, a list each, from the bytes of float32 numbers in base64.
-export function unpacked(text, elements) {
+const WORKERS = [2, 4, 8, 16, 32, 64];
+
+// The gradients of all workers, a list each, from the bytes of float32 numbers in base64.
+export function unpacked(text) {
+  const elements = WORKERS.at(-1); // as many as workers
   const raw = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const view = new DataView(raw.buffer);
   const workers = [];
@@ -109,7 +112,7 @@ function asCount(x) {
 }
 
 export function mount(root, data) {
-  const workers = unpacked(data.gradients, data.elements);
+  const workers = unpacked(data.gradients);
   const formats = data.formats.map(completed);
   const start = { n: 8, format: "BF16", link: "PCI Express 4.0 × 16", order: "ring" };
   const state = { ...start, parameters: data.models.gpt2, power: 0 };
@@ -146,7 +149,7 @@ export function mount(root, data) {
     for (const format of formats) {
       const stored = cast(workers, format, scale);
       results[format.name] = {};
-      for (const n of data.workers) {
+      for (const n of WORKERS) {
         const mean = exchange(stored, n, format, state.order, scale);
         results[format.name][n] = {
           error: errorOf(mean, workers, n),
@@ -167,9 +170,9 @@ export function mount(root, data) {
     const { error, zeros, beyond } = results()[state.format][state.n];
     const hops = state.order === "ring" ? 2 * (state.n - 1) : 2 * Math.log2(state.n);
     const verdict = beyond
-      ? `${beyond} of ${data.elements} means are inf or NaN.`
+      ? `${beyond} of ${workers[0].length} means are inf or NaN.`
       : `The error of the mean gradient is ${asError(error)} of its norm.`;
-    const lost = zeros ? ` ${zeros} of ${data.elements} means became 0.` : "";
+    const lost = zeros ? ` ${zeros} of ${workers[0].length} means became 0.` : "";
     sentence.textContent =
       `${state.n} workers exchange ${asCount(state.parameters)} gradients in ${state.format}, in ` +
       `${hops} hops. Each sends ${asBytes(sentBytes(state.n, state.parameters, format))}. ` +
@@ -180,14 +183,14 @@ export function mount(root, data) {
     const [low, high] = [-9, 1];
     const powers = [-9, -7, -5, -3, -1, 1];
     const ticks = powers.map((e) => [e, e === 1 ? "10" : `10${superscript(e)}`]);
-    const counts = data.workers.map((n) => [Math.log2(n), n]);
+    const counts = WORKERS.map((n) => [Math.log2(n), n]);
     picture.begin(
       { from: 0.7, to: 6.3, ticks: counts, title: "workers" },
       { from: low, to: high, ticks, title: "error of the mean gradient" },
     );
     picture.rule({ x: Math.log2(state.n) }, { "stroke-dasharray": "3 4" });
     const labels = formats.map(({ name }) => {
-      const found = data.workers.map((n) => [Math.log2(n), results()[name][n].error]);
+      const found = WORKERS.map((n) => [Math.log2(n), results()[name][n].error]);
       const finite = found.filter(([, error]) => Number.isFinite(error));
       const points = finite.map(([x, error]) => [
         x,
@@ -220,13 +223,13 @@ export function mount(root, data) {
       formats.map((format) => {
         const { error, zeros, beyond } = results()[format.name][state.n];
         const bytes = asBytes(sentBytes(state.n, state.parameters, format));
-        const counts = [zeros, beyond].map((n) => `${n} of ${data.elements}`);
+        const counts = [zeros, beyond].map((n) => `${n} of ${workers[0].length}`);
         return [format.name, bytes, timeOf(format), asError(error), ...counts];
       }),
       (i) => formats[i].name === state.format,
     );
     errors.show(
-      data.workers.map((n) => [n, ...names.map(([name]) => asError(results()[name][n].error))]),
+      WORKERS.map((n) => [n, ...names.map(([name]) => asError(results()[name][n].error))]),
     );
     showSentence();
     showChart();

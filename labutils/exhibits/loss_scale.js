@@ -36,11 +36,12 @@ export function fateOf(x, format) {
   return stored < 2 ** (1 - format.bias) ? "subnormal" : "normal";
 }
 
-// How many gradients have each fate, times 2^power. An octave is [e, counts of its parts]: one
-// number inside a part stands for all of them.
-export function count({ octaves, parts, format }, power) {
-  const [one, two, three] = parts;
-  const middles = [one, (one + two) / 2, two, three];
+// How many gradients have each fate, times 2^power. An octave [2^e, 2^(e+1)) is [e, counts of its
+// parts]: exactly 2^e, up to where rounding goes up to the smallest normal number, up to where it
+// goes beyond the largest, and the rest. One number inside a part stands for all of them.
+export function count({ octaves, format }, power) {
+  const eps = 2 ** -format.mantissa;
+  const middles = [1, 1.5 - eps / 2, 2 - eps, 2 - eps / 2];
   const counts = { zero: 0, subnormal: 0, normal: 0, inf: 0 };
   for (const [e, ...numbers] of octaves) {
     numbers.forEach((n, i) => {

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from labutils.config.choices import MODELS, NO_AUTOCAST, PRECISIONS, WITH_BF16
-from labutils.exhibits.allreduce_data import allreduce as allreduce
 from labutils.exhibits.exhibit import (
     Exhibit,
     described,
@@ -18,7 +17,6 @@ from labutils.exhibits.exhibit import (
     page,
     table_of,
 )
-from labutils.exhibits.loss_scale_data import loss_scale as loss_scale
 from labutils.exhibits.plan_data import plan as plan
 from labutils.exhibits.seeds_data import seeds as seeds
 from labutils.exhibits.window_data import window as window
@@ -26,10 +24,11 @@ from labutils.files import runs_dir, write_atomically
 from labutils.memory.ledger import MIB
 from labutils.plotting import CATEGORY_LOOKS, curves, steps
 from labutils.prediction import allocator as rules
-from labutils.prediction.arithmetic import KEPT_PER_BLOCK, arithmetic_of
+from labutils.prediction.arithmetic import KEPT_PER_BLOCK, arithmetic_of, n_parameters
 from labutils.techniques.numerics import BF16, E4M3, E5M2, FORMATS, FP16, FP32, rounded
 
 NUMBER_FORMATS = (*FORMATS, E4M3, E5M2)
+EXCHANGED = (FP32, BF16, FP16)
 DROPOUT_MASKS = 2  # bytes per element: the networks of `segments` have none
 
 
@@ -170,6 +169,48 @@ def step(precision: str = "fp16") -> Exhibit:
         {"runs": runs, "precision": precision, "looks": looks_of(CATEGORY_LOOKS)},
         curves(lines, "moment of the step", "MiB alive"),
         f"A step in {precision} has at most {most[0]:.1f} MiB in 16 bits, of at most {most[1]:.1f}",
+    )
+
+
+# ---- Real gradients
+
+
+def loss_scale() -> Exhibit:
+    """Return an exhibit: what FP16 makes of gradients times a scale, and a scaler that walks.
+
+    The gradients are those of the small GPT-2 after 12 steps. The scaler walks through another
+    recorded run.
+    """
+    gradients = table_of("loss_scale")["gradients"]
+    fates = gradients["all"]["fates"]
+    lines = {}
+    for fate in ("zero", "subnormal"):
+        lines[fate] = {power: 100 * shares[fate] for power, shares in enumerate(fates)}
+    good = [k for k, shares in enumerate(fates) if shares["zero"] < 1e-3 and not shares["inf"]]
+    octaves, largest = gradients["all"]["counts"], gradients["largest"]
+    return make_exhibit(
+        "loss_scale",
+        "A loss scale, and the scaler that chooses it",
+        "Drag the scale over real gradients. Then let the scaler walk, one step a click.",
+        {"format": described(FP16), "octaves": octaves, "largest": largest},
+        curves(lines, "loss scale: 2 to the power", "% of the gradients in FP16"),
+        f"Scales from 2^{good[0]} to 2^{good[-1]} lose under 0.1 % of these gradients, none to inf",
+    )
+
+
+def allreduce() -> Exhibit:
+    """Return an exhibit: what workers send to average gradients, and how the mean is rounded."""
+    gradients = table_of("allreduce")["gradients"]["64 workers"]
+    lost = {int(power): 100 * share for power, share in gradients["lost"].items()}
+    data = {"formats": [described(fmt) for fmt in EXCHANGED], "gradients": gradients["values"]}
+    return make_exhibit(
+        "allreduce",
+        "The exchange of gradients",
+        "Choose workers, a model, a format, a link. See the bytes, the least time, the rounding.",
+        data | {"models": {name: n_parameters(name) for name in MODELS}},
+        curves({"FP16": lost}, "gradients multiplied by 2 to the power", "% sent as 0"),
+        f"64 workers send {lost[0]:.1f} % of these gradients as 0 in FP16, and {lost[-10]:.0f} % "
+        "if they are 1024 times smaller",
     )
 
 

@@ -17,8 +17,64 @@ import {
 
 const COPIES = "cast weights";
 const NAMES = { [COPIES]: "16-bit copies of weights", "optimizer state": "moments of AdamW" };
+// Parts of GPT-2, and other marks of a trace, in words.
+const PARTS = {
+  wte: "token embedding",
+  wpe: "position embedding",
+  ln_1: "first layer norm",
+  "attn.c_attn": "query, key, value",
+  "attn.c_proj": "output of attention",
+  ln_2: "second layer norm",
+  "mlp.c_fc": "first layer of the MLP",
+  "mlp.act": "activation function",
+  "mlp.c_proj": "second layer of the MLP",
+  ln_f: "last layer norm",
+  lm_head: "logits",
+};
+const MARKS = {
+  "": "before the step",
+  peak: "the most bytes of this phase",
+  clip: "the gradients are clipped",
+  step: "the weights are updated",
+};
+const ENDS = {
+  forward: "the forward pass is over",
+  loss: "the loss is known",
+  backward: "all gradients are complete",
+  optimizer: "the gradients are freed",
+};
 const SEEN = 0.005 * MIB; // fewer bytes would be shown as 0.00
 const mib = (bytes) => (bytes / MIB).toFixed(2);
+
+// What a mark is in words, such as "transformer.h.0.ln_1.weight" in the backward pass.
+export function wordsFor(phase, name) {
+  if (name === "end") return ENDS[phase];
+  if (name in MARKS) return MARKS[name];
+  const path = /^(?:transformer\.)?(?:h\.(\d+)\.)?(.+?)(\.weight)?$/;
+  const [, block, part, weight] = name.match(path);
+  const words = block ? `block ${Number(block) + 1}, ${PARTS[part]}` : PARTS[part];
+  return weight ? `the gradient of a weight: ${words}` : words;
+}
+
+// The moments of a run, [line of the loop, words, made, changes]. A GradScaler cannot run in a
+// trace. It divides in place, and changes one number: the bytes stay.
+export function momentsOf(run) {
+  const moments = [];
+  let line = "clip";
+  for (const [phase, name, made, changes] of run.moments) {
+    const isUpdate = phase === "optimizer";
+    if (isUpdate && run.scaler && moments.at(-1)[0] === "backward") {
+      moments.push(["unscale", "the gradients are divided by the scale", "", []]);
+    }
+    if (isUpdate && name === "end") line = "clear";
+    moments.push([isUpdate ? line : phase, wordsFor(phase, name), made, changes]);
+    if (name === "clip") line = "step";
+    if (name === "step" && run.scaler) {
+      moments.push(["update", "the scaler chooses the next scale", "", []]);
+    }
+  }
+  return moments;
+}
 
 // The bytes of each group at each moment of a run: the sums of its changes, [group, bytes, …].
 export function alive(run) {
@@ -90,7 +146,10 @@ function reasonFor(phase, { autocast, scaler }) {
 }
 
 export function mount(root, data) {
-  const { runs } = data;
+  const runs = {};
+  for (const [name, run] of Object.entries(data.runs)) {
+    runs[name] = { ...run, moments: momentsOf(run) };
+  }
   const books = {};
   for (const [name, run] of Object.entries(runs)) books[name] = alive(run);
   const most = Math.max(...Object.values(books).flat().map(sum));

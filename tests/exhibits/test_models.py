@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import labutils as lab
-from labutils.exhibits import allreduce_data, loss_scale_data, play, seeds_data, window_data
+from benchmarks.exhibit_tables import counted
+from labutils.exhibits import play, seeds_data, window_data
 from labutils.exhibits.exhibit import described, table_of
 from labutils.prediction.allocator import DEFAULT, EXPANDABLE, CachingAllocator, OutOfMemory
 from labutils.techniques.numerics import FP16, FloatFormat, fp16_fate
@@ -86,12 +87,10 @@ def test_gradients_on_the_edges_have_the_right_fate(node):
             up, down = torch.tensor(torch.inf), torch.tensor(0.0)
             edges += [middle, torch.nextafter(middle, up), -torch.nextafter(middle, down)]
     values = torch.stack([*edges, torch.tensor(0.0), torch.tensor(1e-45), torch.tensor(3e38)])
-    octaves = loss_scale_data.counted(values)
-    function = """(octaves, parts, format, powers) => powers.map((power) =>
-      count({ octaves, parts, format: completed(format) }, power))"""
-    counts = node(
-        "loss_scale", function, octaves, loss_scale_data.PARTS, described(FP16), [*SCALES]
-    )
+    octaves = counted(values)
+    function = """(octaves, format, powers) => powers.map((power) =>
+      count({ octaves, format: completed(format) }, power))"""
+    counts = node("loss_scale", function, octaves, described(FP16), [*SCALES])
     for k, page in zip(SCALES, counts, strict=True):
         shares = {fate: n / values.count_nonzero().item() for fate, n in page.items()}
         assert shares == fp16_fate(values, 2.0**k), k
@@ -286,17 +285,19 @@ def exchanged_mean(values: torch.Tensor, dtype: torch.dtype, order: str, scale: 
     return torch.cat(sums).float() / scale
 
 
-@pytest.mark.parametrize("fmt", allreduce_data.EXCHANGED, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", play.EXCHANGED, ids=lambda fmt: fmt.name)
 def test_the_page_sums_as_torch_does_bit_for_bit(node, fmt):
-    values = allreduce_data.gradients()
+    text = table_of("allreduce")["gradients"]["64 workers"]["values"]
+    values = torch.tensor(node("allreduce", "unpacked", text))
     scales = [1.0, 2.0**-13, 2.0**-16, 2.0**15, 2.0**20]
-    cases = list(product(scales, (1, *allreduce_data.WORKERS), ("ring", "tree")))
-    function = """(values, format, cases) => cases.map(([scale, n, order]) => {
+    cases = list(product(scales, (1, 2, 4, 8, 16, 32, 64), ("ring", "tree")))
+    function = """(text, format, cases) => cases.map(([scale, n, order]) => {
+      const values = unpacked(text);
       const complete = completed(format);
       const mean = exchange(cast(values, complete, scale), n, complete, order, scale);
       return [mean, errorOf(mean, values, n), sentBytes(n, 1e6, format)];
     })"""
-    answers = node("allreduce", function, values.tolist(), described(fmt), cases)
+    answers = node("allreduce", function, text, described(fmt), cases)
     extremes = set()
     for (scale, n, order), (page, error, n_bytes) in zip(cases, answers, strict=True):
         right = exchanged_mean(values[:n], fmt.dtype, order, scale)
