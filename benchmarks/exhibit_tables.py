@@ -271,6 +271,11 @@ def run_of(row: Precision) -> dict[str, Any]:
         lines.append([moment.phase, moment.name, moment.made, changes])
         before = moment.alive
     about = {"autocast": row.products if row.autocast else "", "scaler": row.loss_scale}
+    about["MiB"] = [round(moment.alive.total() / MIB, 2) for moment in moments]
+    halves = [group for group in groups if group[1].endswith("16")]
+    about["MiB in 16 bits"] = [
+        round(sum(m.alive[group] for group in halves) / MIB, 2) for m in moments
+    ]
     return {**about, "groups": groups, "moments": lines}
 
 

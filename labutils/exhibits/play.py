@@ -152,23 +152,15 @@ def step(precision: str = "fp16") -> Exhibit:
     The step is predicted for the small GPT-2 on a CPU. It begins in `precision`.
     """
     runs = table_of("step")["runs"]
-    run = runs[precision]
-    now = dict.fromkeys(range(len(run["groups"])), 0)
-    lines: dict[str, dict[int, float]] = {"in 16 bits": {}, "all": {}}
-    for i, (*_, changes) in enumerate(run["moments"], start=1):
-        for group, more in zip(changes[::2], changes[1::2], strict=True):
-            now[group] += more
-        lines["all"][i] = sum(now.values()) / MIB
-        halves = [now[group] for group in now if run["groups"][group][1].endswith("16")]
-        lines["in 16 bits"][i] = sum(halves) / MIB
-    most = [max(line.values()) for line in lines.values()]
+    lines = {name: dict(enumerate(runs[precision][name], 1)) for name in ("MiB", "MiB in 16 bits")}
+    peak, in_16_bits = (max(line.values()) for line in lines.values())
     return make_exhibit(
         "step",
         "One training step, moment by moment",
         "Drag through a training step. See which tensors are alive, in which dtype, and why.",
         {"runs": runs, "precision": precision, "looks": looks_of(CATEGORY_LOOKS)},
-        curves(lines, "moment of the step", "MiB alive"),
-        f"A step in {precision} has at most {most[0]:.1f} MiB in 16 bits, of at most {most[1]:.1f}",
+        curves(lines, "moment of the step", "alive"),
+        f"A step in {precision} has at most {in_16_bits:.1f} MiB in 16 bits, and {peak:.1f} in all",
     )
 
 
@@ -228,16 +220,15 @@ def amdahl(share: float | None = None, speedup: float | None = None) -> Exhibit:
     own = None if (share, speedup) == (None, None) else {"share": share, "product": speedup}
     if own and (share is None or not 0 <= share <= 1 or speedup is None or speedup <= 0):
         raise ValueError(f"a share is 0 to 1, a speed-up positive; got {share} and {speedup}")
-    lines: dict[str, dict[float, float]] = {"products": {}, "the whole step": {}}
-    for card in cards:
-        lines["products"][card["product"]] = card["product"]
-        lines["the whole step"][card["product"]] = card["step"]
-    fastest = "{card}: products {product:.1f} times as fast, the step {step:.1f} times"
+    lines = {
+        "products": {card["product"]: card["product"] for card in cards},
+        "the whole step": {card["product"]: card["step"] for card in cards},
+    }
     return make_exhibit(
         "amdahl",
         "Faster products, and the whole step",
         "Choose the share of matrix products and their speed. See what it does to the step.",
         {"cards": cards, "own": own},
         curves(lines, "cards, by the speed of their products in 16 bits, ×", "speed-up, ×"),
-        fastest.format(**cards[-1]),
+        "{card}: products {product:.1f} × as fast, the step {step:.1f} ×".format(**cards[-1]),
     )
