@@ -76,11 +76,15 @@ export function cast(workers, format, scale) {
 // The mean of the first n workers' `stored` gradients, as it comes out of the exchange. The number
 // of workers is a power of two.
 export function exchange(stored, n, format, order, scale) {
+  const elements = stored[0].length;
+  const parts = new Array(n);
   return stored[0].map((_, i) => {
-    const parts = stored.slice(0, n).map((row) => round(row[i] / n, format));
+    for (let worker = 0; worker < n; worker += 1) {
+      parts[worker] = round(stored[worker][i] / n, format);
+    }
     const total =
       order === "ring"
-        ? sumInRing(parts, startOf(i, stored[0].length, n), format)
+        ? sumInRing(parts, startOf(i, elements, n), format)
         : sumInTree(parts, format);
     return Math.fround(total / scale);
   });

@@ -13,7 +13,6 @@ import {
   round,
   short,
   slider,
-  smallest,
   table,
   tick,
   whole,
@@ -46,7 +45,7 @@ export function decode(bits, format) {
     if (format.has_inf) return mantissa ? NaN : sign * Infinity;
     if (mantissa === 2 ** format.mantissa - 1) return NaN;
   }
-  if (exponent === 0) return sign * mantissa * smallest(format);
+  if (exponent === 0) return sign * mantissa * format.min_subnormal;
   return sign * (1 + mantissa / 2 ** format.mantissa) * 2 ** (exponent - format.bias);
 }
 
@@ -62,7 +61,7 @@ export function neighbour(stored, format, by) {
   if (!Number.isFinite(stored)) return null;
   const bits = encode(Math.abs(stored), format);
   const place = parseInt(bits.slice(1), 2) + by;
-  if (place < 0) return -smallest(format);
+  if (place < 0) return -format.min_subnormal;
   const next = decode("0" + place.toString(2).padStart(bits.length - 1, "0"), format);
   return Number.isFinite(next) ? next : null;
 }

@@ -141,6 +141,8 @@ export function mount(root, data) {
   const facts = table(["of this placement", "value"]);
   const verdict = paragraph();
   const instants = table(["instant", "layers", "inputs alive", "inside layers", "together"]);
+  const folded = details("every instant as a table", instants.element);
+  folded.ontoggle = () => show();
 
   // Boxes of layers, and between them the buttons; made again only where L changes.
   function makeBoxes() {
@@ -216,6 +218,7 @@ export function mount(root, data) {
   }
 
   function showInstants(now) {
+    if (!folded.open) return;
     const ends = endsOf(state.lengths);
     instants.show(
       now.instants.map(({ segment, inputs, inside }) => {
@@ -299,7 +302,7 @@ export function mount(root, data) {
     facts.element,
     paragraph(button("Try this placement", tryPlacement)),
     verdict,
-    details("every instant as a table", instants.element),
+    folded,
   );
   newNetwork({});
   return () => last;

@@ -21,7 +21,7 @@ export function superscript(n) {
 
 export const powerOf2 = (n) => `2${superscript(n)}`;
 
-// ---- Formats of numbers: { exponent, mantissa, bias, max, has_inf, saturates }
+// ---- Formats of numbers
 
 // All that follows from the two numbers of bits. Without inf, its bit patterns are numbers.
 export function describe(exponent, mantissa, has_inf) {
@@ -41,9 +41,6 @@ export const completed = (format) => ({
   ...describe(format.exponent, format.mantissa, format.has_inf),
 });
 
-// The smallest positive number of a format.
-export const smallest = (format) => 2 ** (1 - format.bias - format.mantissa);
-
 const bits = new DataView(new ArrayBuffer(8));
 
 // The power of two at or below a positive number, from its own bits. That of 0 is below all.
@@ -52,21 +49,22 @@ export function exponentOf(size) {
   return (bits.getUint16(0) >> 4) - 1023;
 }
 
-// The number that a format stores: the nearest, and of two equally near the even one.
+// 2^-1200 to 2^1200: a power is taken for each number that is rounded.
+const POWERS = Array.from({ length: 2401 }, (_, i) => 2 ** (i - 1200));
+
+// The number that a `completed` format stores: the nearest, and of two equally near the even one.
 export function round(x, format) {
   if (Number.isNaN(x)) return x;
   if (format.exponent === 8 && format.mantissa === 23) return Math.fround(x); // FP32: built in
-  const beyond = Math.sign(x) * (format.saturates ? format.max : format.has_inf ? Infinity : NaN);
-  if (!Number.isFinite(x)) return beyond;
   const size = Math.abs(x);
-  const spacing = Math.max(2 ** (exponentOf(size) - format.mantissa), smallest(format));
+  const spacing = Math.max(POWERS[exponentOf(size) - format.mantissa + 1200], format.min_subnormal);
   const steps = size / spacing; // a division by a power of two is exact
   let n = Math.floor(steps);
   const rest = steps - n;
   if (rest > 0.5 || (rest === 0.5 && n % 2 === 1)) n += 1;
-  const stored = n * spacing;
-  if (stored > format.max) return beyond;
-  return x < 0 || Object.is(x, -0) ? -stored : stored;
+  const stored = size === Infinity ? size : n * spacing;
+  if (stored <= format.max) return x < 0 || Object.is(x, -0) ? -stored : stored;
+  return Math.sign(x) * (format.saturates ? format.max : format.has_inf ? Infinity : NaN);
 }
 
 // ---- Elements
@@ -219,7 +217,14 @@ export function chart(label, { height = 260, left = 56, right = 12, top = 12, bo
   function rule(at, look = {}) {
     const [x1, x2] = "x" in at ? [x(at.x), x(at.x)] : [left, width - right];
     const [y1, y2] = "y" in at ? [y(at.y), y(at.y)] : [top, height - bottom];
-    draw(svg, "line", { x1, x2, y1, y2, ...plain, ...look });
+    return draw(svg, "line", { x1, x2, y1, y2, ...plain, ...look });
+  }
+
+  // The one upright line that moves while the rest stays.
+  let cursor = null;
+  function point(at, look) {
+    cursor?.remove();
+    cursor = rule({ x: at }, look);
   }
 
   function line(points, look = {}) {
@@ -265,7 +270,7 @@ export function chart(label, { height = 260, left = 56, right = 12, top = 12, bo
     draw(svg, "text", { transform: turned, "text-anchor": "middle" }, vertical.title ?? "");
   }
 
-  return { svg, begin, text, rule, line, area, bar, dot, mark };
+  return { svg, begin, text, rule, point, line, area, bar, dot, mark };
 }
 
 export const DIAMOND = [

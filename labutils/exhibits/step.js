@@ -245,7 +245,6 @@ export function mount(root, data) {
     const points = totals.map((total, i) => [i, total]);
     course.area([[0, 0], ...points, [last, 0]], { fill: "currentColor", opacity: 0.15 });
     course.line(points);
-    course.rule({ x: state.moment }, { stroke: "var(--vermilion)", "stroke-width": 3 });
   }
 
   function showRows() {
@@ -270,6 +269,7 @@ export function mount(root, data) {
     if (runs[state.name].scaler) spots.push(["unscale", phases.indexOf("unscale")]);
     if (copies) spots.push(["first 16-bit copy", copies.first], ["last copy is gone", copies.gone]);
     spots.sort(([, a], [, b]) => a - b);
+    showCourse();
     places.replaceChildren(jumps("Jump to", spots, go).element);
     moment.limit(book.length - 1);
     copiesText.textContent = copies
@@ -289,7 +289,7 @@ export function mount(root, data) {
     showSentence(now);
     reason.textContent = reasonFor(now[0], run);
     showBar();
-    showCourse();
+    course.point(state.moment, { stroke: "var(--vermilion)", "stroke-width": 3 });
     showRows();
   }
 

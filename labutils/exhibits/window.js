@@ -74,6 +74,19 @@ function startsOf(all) {
   return all.flatMap((frame, i) => (isNew(frame, i) ? [[i, frame.number ?? "step"]] : []));
 }
 
+// The corners of a line that stays at each level for one frame.
+function stepsOf(levels) {
+  const corners = levels.flatMap((level, i) =>
+    level === levels[i - 1]
+      ? []
+      : [
+          [i, levels[i - 1] ?? level],
+          [i, level],
+        ],
+  );
+  return [...corners, [levels.length, levels.at(-1)]];
+}
+
 export function mount(root, data) {
   const { film, looks } = data;
   const gradients = looks.findIndex(([name]) => name === GRADIENTS);
@@ -88,7 +101,7 @@ export function mount(root, data) {
     split = frames(film, state.n, state.m);
     whole = wholeFrames(film, state.n, state.m);
     state.moment = Math.round(position * split.length);
-    showPeaks();
+    showSizes();
     showMoment();
   };
   const go = (moment) => {
@@ -117,16 +130,10 @@ export function mount(root, data) {
     let below = all.map(() => 0);
     fills.forEach((fill, k) => {
       const above = below.map((level, i) => level + all[i].bytes[k]);
-      const steps = (side) =>
-        side.flatMap((level, i) => [
-          [i, level],
-          [i + 1, level],
-        ]);
-      picture.area([...steps(above), ...steps(below).reverse()], { fill, ...EDGE });
+      picture.area([...stepsOf(above), ...stepsOf(below).reverse()], { fill, ...EDGE });
       below = above;
     });
     picture.text(0, ceiling, title, { dy: -8 });
-    picture.rule({ x: state.moment + 0.5 }, { "stroke-width": 2 });
   }
 
   const [splitName, wholeName] = [
@@ -134,9 +141,17 @@ export function mount(root, data) {
     () => `1 × ${state.n * state.m}`,
   ];
 
-  function showPeaks() {
-    const alone = highest(frames(film, 1, state.m));
+  // What changes with the sizes only.
+  function showSizes() {
     const [ours, theirs] = [highest(split), highest(whole)];
+    const ceiling = Math.max(ours, theirs);
+    showPanel(panels[0], split, ceiling, `${splitName()}, MiB`);
+    showPanel(panels[1], whole, ceiling, `${wholeName()}, MiB`);
+    count.show(state.n, `${state.n} micro-batches`);
+    size.show(state.m, `${state.m} sequences`);
+    moment.limit(split.length - 1);
+    bytes.setHeads(["at this moment, MiB", splitName(), wholeName()]);
+    const alone = highest(frames(film, 1, state.m));
     const shares =
       state.n === 1
         ? "One micro-batch is the whole batch."
@@ -149,13 +164,8 @@ export function mount(root, data) {
 
   function showMoment() {
     const [now, other] = [split[state.moment], whole[state.moment]];
-    count.show(state.n, `${state.n} micro-batches`);
-    size.show(state.m, `${state.m} sequences`);
-    moment.limit(split.length - 1);
     moment.show(state.moment, `${state.moment + 1} of ${split.length}`);
-    const ceiling = Math.max(highest(split), highest(whole));
-    showPanel(panels[0], split, ceiling, `${splitName()}, MiB`);
-    showPanel(panels[1], whole, ceiling, `${wholeName()}, MiB`);
+    for (const { picture } of panels) picture.point(state.moment + 0.5, { "stroke-width": 2 });
     const where =
       now.number === null
         ? "The optimizer updates the weights"
@@ -167,7 +177,6 @@ export function mount(root, data) {
     last = sentence.textContent =
       `${where}: ${mib(totalOf(now))} MiB. ${stays}At the same time the whole batch is in its ` +
       `${other.phase} phase, with ${mib(totalOf(other))} MiB.`;
-    bytes.setHeads(["at this moment, MiB", splitName(), wholeName()]);
     const rows = swatches.map((title, k) => [title, mib(now.bytes[k]), mib(other.bytes[k])]);
     bytes.show([...rows, ["together", mib(totalOf(now)), mib(totalOf(other))]]);
   }
@@ -263,7 +272,7 @@ export function mount(root, data) {
     ),
   );
   showWeights();
-  showPeaks();
+  showSizes();
   showMoment();
   return () => last;
 }

@@ -15,13 +15,23 @@ from labutils.config.reader import load_config
 from labutils.config.resolve import resolve
 from labutils.config.schema import Config
 from labutils.exhibits.exhibit import Exhibit, looks_of, make_exhibit
-from labutils.memory.ledger import MIB
+from labutils.memory.ledger import (
+    ACTIVATIONS,
+    GRADIENTS,
+    LOGITS,
+    MIB,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+)
 from labutils.plotting import curves
 from labutils.prediction.replay import n_steps, walk
 from labutils.prediction.trace import BIRTH, CATEGORIES, DEATH, Traces
 
 SEQ_LEN = 64  # as in section 3 of notebook 02
 LARGEST = 128  # sequences: up to here no moment is missed that could be a phase's peak
+# Of the ledger's categories: a CPU has no workspaces, and float32 no cast weights.
+SHOWN = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, LOGITS, TEMPORARIES)
 MOMENTS = 14  # of each phase at least, where it has so many
 Part = tuple[str, int | None]  # phase, and micro-batch; the optimizer's has none
 
@@ -42,7 +52,7 @@ def window() -> Exhibit:
         "window",
         "A window of micro-batches",
         "Scrub through one optimizer step: activations come and go, gradients stay.",
-        {"film": film(), "looks": looks_of(CATEGORIES)},
+        {"film": film(), "looks": looks_of(SHOWN)},
         curves(lines, "sequences per optimizer step", "predicted peak, MiB", log2_ticks=sizes),
         f"32 sequences take {ends[0]:.0f} MiB in one batch, {ends[1]:.0f} MiB in 16 micro-batches",
     )
@@ -65,7 +75,7 @@ def window_config(n: int, m: int) -> Config:
 def film() -> list[dict[str, Any]]:
     """Return the parts of a step of two micro-batches, in order: phase, micro-batch, and moments.
 
-    A moment has [bytes at 0 sequences, bytes per sequence] for each of CATEGORIES. The second
+    A moment has [bytes at 0 sequences, bytes per sequence] for each of SHOWN. The second
     micro-batch stands for all later ones. Those moments are among them at which a phase can have
     its peak.
     """
@@ -92,7 +102,9 @@ def _alive(m: int) -> dict[Part, np.ndarray]:
         if event.kind in signs:
             now[event.storage.category] += signs[event.kind] * event.storage.n_bytes
         if step == n_steps(trace) - 1:
-            parts.setdefault((segment.phase, segment.micro_batch), []).append([*now.values()])
+            parts.setdefault((segment.phase, segment.micro_batch), []).append(
+                [now[category] for category in SHOWN]
+            )
     return {part: np.array(rows) for part, rows in parts.items()}
 
 
