@@ -112,7 +112,11 @@ export function mount(root, data) {
   const size = slider("sequences in each, m", { min: 2, max: 16 }, (m) => resize({ m }));
   const moment = slider("moment", { min: 0 }, go);
   const panels = ["micro-batches", "the whole batch"].map((name) => {
-    const picture = chart(`memory over one optimizer step: ${name}`, { height: 170, top: 24 });
+    const picture = chart(`memory over one optimizer step: ${name}`, {
+      height: 154,
+      top: 24,
+      bottom: 24,
+    });
     const fills = looks.map(([, colour, hatch]) => pattern(picture.svg, colour, hatch));
     return { picture, fills };
   });
@@ -204,8 +208,10 @@ export function mount(root, data) {
     showWeights();
   });
   const weights = chart("the weight of a target token in each micro-batch", {
-    height: 170,
+    height: 156,
+    left: 66,
     top: 26,
+    bottom: 24,
   });
   const wrongFill = pattern(weights.svg, "var(--orange)", "//");
   const tokens = table(["micro-batch", "targets", "right", "by mean of means", "ratio"]);
