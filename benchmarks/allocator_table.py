@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from labutils.prediction.replay import STEPS
 
 from labutils import machine
 from labutils.config.choices import MODELS
@@ -29,6 +28,7 @@ from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
 from labutils.memory.errors import is_out_of_memory
+from labutils.prediction.memory import STEPS
 from labutils.techniques import precision
 from labutils.training.train import train
 from labutils.workload.build import build_loss, build_optimizer, float32_model

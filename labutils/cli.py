@@ -417,7 +417,7 @@ def doctor(calibrate: Calibrate = False) -> None:
 def labs(notebooks: Notebooks = (), in_place: InPlace = False, student: Student = None) -> None:
     """Execute notebooks, the four or those named; results go to runs/."""
     from labutils import pages
-    from labutils.exhibits.everything import save_all
+    from labutils.exhibits.play import save_all
 
     unnamed = pages.all_notebooks() if student else pages.core_notebooks()
     paths = [pages.find_notebook(name) for name in notebooks] or unnamed

@@ -50,7 +50,7 @@ def runs(tmp_path, monkeypatch):
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by mark
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "browser" in getattr(item, "fixturenames", ()):
+        if {"browser", "node"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("browser")
     if torch.cuda.is_available():
         return

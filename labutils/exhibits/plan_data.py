@@ -1,42 +1,35 @@
 """The exhibit `plan`: bytes, cards and milliseconds of a step, switch by switch.
 
-Its table, `plan.json`, is made by `benchmarks.plan_table`. It knows a few batch sizes; between them
+Its table, `plan.json`, is made by `make exhibits`. It knows a few batch sizes; between them
 a straight line is drawn. A test compares it with predictions, and prints the largest error.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from labutils.config.card import CARDS, CONTEXT_GIB
 from labutils.config.choices import WITH_BF16
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
-from labutils.exhibits.exhibit import Exhibit, make_exhibit
+from labutils.exhibits.exhibit import Exhibit, looks_of, make_exhibit, table_of
 from labutils.memory.ledger import (
     ACTIVATIONS,
     CAST_WEIGHTS,
     GRADIENTS,
     LOGITS,
-    MIB,
     OPTIMIZER,
     PARAMETERS,
     TEMPORARIES,
     WORKSPACES,
 )
-from labutils.plotting import stacked_memory
-from labutils.plotting.style import CATEGORY_LOOKS
+from labutils.plotting import curves
 from labutils.prediction.time import EAGER_BAND, LAUNCH_BOUND, WIDE_BAND
 
-TABLE = Path(__file__).parent / "plan.json"
 Setting = dict[str, Any]  # {switch: value}
 SWITCHES: dict[str, tuple] = {
     "model": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
@@ -44,13 +37,6 @@ SWITCHES: dict[str, tuple] = {
     "seq_len": (256, 512, 1024),
     "gradient_checkpointing": ("none", "block"),
     "optimizer": ("adamw", "adamw_8bit", "sgd"),
-}
-LABELS = {
-    "model": "model",
-    "precision": "precision",
-    "seq_len": "length in tokens",
-    "gradient_checkpointing": "checkpointing",
-    "optimizer": "optimizer",
 }
 SHAPE = ("model", "precision", "seq_len", "gradient_checkpointing")  # what phases depend on
 STANDING = ("model", "precision", "optimizer")  # what the update depends on
@@ -60,7 +46,7 @@ FIXED = (PARAMETERS, OPTIMIZER, WORKSPACES)  # equal in every phase and at every
 VARYING = (GRADIENTS, ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES)
 DEVICE = "a100"  # whose kernels and libraries the bytes are of
 TIMED = ("t4", "rtx4090", "a100", "h100")
-BASE = {"path": WITH_BF16.name, "dropout": 0.0}  # a config's name, and what all settings change
+CHANGED = {"dropout": 0.0}  # what all settings change in the config of BF16
 
 
 def settings(switches: tuple[str, ...]) -> Iterator[Setting]:
@@ -77,27 +63,7 @@ def key_of(setting: Setting, switches: tuple[str, ...]) -> str:
 def experiment(setting: Setting, batch: int = 1) -> Config:
     """Return the config of a setting: a step is one micro-batch of so many sequences."""
     shape = {"micro_batch_size": batch, "tokens_per_step": batch * setting["seq_len"]}
-    base = dict(BASE)
-    return load_config(base.pop("path"), **base | shape | setting)
-
-
-@lru_cache(maxsize=1)
-def read() -> dict[str, Any]:
-    """Return the table as it is stored."""
-    return json.loads(TABLE.read_text(encoding="utf-8"))
-
-
-def peaks_at(setting: Setting, batch: int) -> dict[str, dict[str, float]]:
-    """Return the bytes by category at each phase's peak, from the table."""
-    update = read()["update"][key_of(setting, STANDING)]["MiB"]
-    rows = {"optimizer": update[len(FIXED) :]}
-    for phase, known in read()["phases"][key_of(setting, SHAPE)]["MiB"].items():
-        rows[phase] = [np.interp(batch, POINTS, row) if row else 0 for row in known]
-    peaks = {}
-    for phase in PHASES:
-        mib = [*update[: len(FIXED)], *rows[phase]]
-        peaks[phase] = {name: MIB * n for name, n in zip((*FIXED, *VARYING), mib, strict=True)}
-    return peaks
+    return load_config(WITH_BF16.name, **CHANGED | shape | setting)
 
 
 def plan(micro_batch_size: int = 4, **start: Any) -> Exhibit:
@@ -111,17 +77,22 @@ def plan(micro_batch_size: int = 4, **start: Any) -> Exhibit:
     for switch, value in begin.items():
         if value not in SWITCHES.get(switch, ()):
             raise ValueError(f"{switch}: {value!r} is not in the table, which has {SWITCHES}")
-    peaks = peaks_at(begin, micro_batch_size)
-    highest = max(sum(peak.values()) for peak in peaks.values()) / 2**30
-    still = stacked_memory(peaks)
-    still.set_title(f"{begin['model']} in {begin['precision']}: at most {highest:.2f} GiB")
+    milliseconds = table_of("plan")["phases"][key_of(begin, SHAPE)]["ms"]
+    lines = {}
+    for card, row in zip(TIMED, milliseconds, strict=True):
+        if row:
+            lines[card] = dict(zip(POINTS, row, strict=True))
+    fastest = lines[TIMED[-1]]
+    ax = curves(lines, "sequences", "ms before the update, predicted", log2_ticks=POINTS)
+    ax.set_yscale("log")
     return make_exhibit(
         "plan",
         "Plan a training step",
         "Choose a model and its switches, then drag the micro-batch: which cards hold it?",
         page_data(begin, micro_batch_size),
-        still,
-        f"Bytes of a step by phase, stacked by category; the highest bar has {highest:.2f} GiB.",
+        ax,
+        f"{begin['model']} in {begin['precision']}: on an {TIMED[-1]} one sequence takes "
+        f"{fastest[1]:.0f} ms, and one of {POINTS[-1]} together {fastest[64] / 64:.1f} ms",
     )
 
 
@@ -131,20 +102,20 @@ def page_data(start: Setting, batch: int) -> dict[str, Any]:
     lines = []
     for key, value in named.model_dump().items():
         lines.append([key, yaml.safe_dump({key: value}, sort_keys=False).rstrip()])
-    return read() | {
-        "switches": [[name, LABELS[name], values] for name, values in SWITCHES.items()],
+    return table_of("plan") | {
+        "switches": SWITCHES,
         "shape": SHAPE,
         "standing": STANDING,
         "start": start | {"batch": batch},
         "points": POINTS,
         "phase_names": PHASES,
-        "looks": [[name, *CATEGORY_LOOKS[name]] for name in (*FIXED, *VARYING)],
+        "looks": looks_of((*FIXED, *VARYING)),
         "n_fixed": len(FIXED),
         "timed": TIMED,
         "launch_bound": LAUNCH_BOUND,
         "bands": {"eager": EAGER_BAND, "wide": WIDE_BAND},
         "cards": [[name, card.memory_gib] for name, card in CARDS.items()],
         "context_gib": CONTEXT_GIB,
-        "base": BASE,
+        "changed": CHANGED,
         "config": lines,
     }

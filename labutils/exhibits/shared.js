@@ -1,56 +1,299 @@
-(() => {
-  "use strict";
-  const name = "NAME", markup = "MARKUP", style = "STYLE", data = "DATA";
-  const view = new DataView(new ArrayBuffer(8));
-  const tools = {
-    // The element with this data-part.
-    part: (root, part) => root.querySelector(`[data-part="${part}"]`),
-    // A new element: its tag, attributes, and children (elements or texts).
-    make(tag, attributes = {}, ...children) {
-      const element = document.createElement(tag);
-      for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-      element.append(...children);
-      return element;
-    },
-    // A new element inside an SVG.
-    draw(svg, tag, attributes = {}, text = "") {
-      const element = document.createElementNS(svg.namespaceURI, tag);
-      for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-      element.textContent = text;
-      svg.append(element);
-      return element;
-    },
-    // A number with at most `digits` significant digits.
-    short: (x, digits = 4) => Number.isFinite(x) ? String(Number(x.toPrecision(digits)))
-      : Number.isNaN(x) ? "NaN" : x > 0 ? "inf" : "-inf",
-    // The smallest positive number of a format.
-    smallest: (format) => 2 ** (1 - format.bias - format.mantissa),
-    // The power of two at or below a positive number, from its own bits. That of 0 is below all.
-    exponentOf(size) {
-      view.setFloat64(0, size);
-      return (view.getUint16(0) >> 4) - 1023;
-    },
-    // The number that a format stores: the nearest, and of two equally near the even one.
-    round(x, format) {
-      if (Number.isNaN(x)) return x;
-      if (format.exponent === 8 && format.mantissa === 23) return Math.fround(x); // FP32: built in
-      const beyond = Math.sign(x) * (format.saturates ? format.max : format.has_inf ? Infinity : NaN);
-      if (!Number.isFinite(x)) return beyond;
-      const size = Math.abs(x);
-      const spacing = Math.max(2 ** (tools.exponentOf(size) - format.mantissa), tools.smallest(format));
-      const steps = size / spacing; // a division by a power of two is exact
-      let n = Math.floor(steps);
-      const rest = steps - n;
-      if (rest > 0.5 || (rest === 0.5 && n % 2 === 1)) n += 1;
-      const stored = n * spacing;
-      if (stored > format.max) return beyond;
-      return x < 0 || Object.is(x, -0) ? -stored : stored;
-    },
+// What all exhibits are made of: numbers as text, the rounding of a format, elements, and a chart.
+
+// ---- Numbers
+
+export const MIB = 2 ** 20;
+export const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
+
+// A number with at most so many significant digits.
+export function short(x, digits = 4) {
+  if (Number.isNaN(x)) return "NaN";
+  if (!Number.isFinite(x)) return x > 0 ? "inf" : "-inf";
+  return String(Number(x.toPrecision(digits)));
+}
+
+export const percent = (share) => `${short(100 * share, 3)} %`;
+export const whole = (n) => n.toLocaleString("en"); // with commas between thousands
+
+export function superscript(n) {
+  return [...String(n)].map((sign) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[sign] ?? "⁻").join("");
+}
+
+export const powerOf2 = (n) => `2${superscript(n)}`;
+
+// ---- Formats of numbers
+
+// All that follows from the two numbers of bits. Without inf, its bit patterns are numbers.
+export function describe(exponent, mantissa, has_inf) {
+  const bias = 2 ** (exponent - 1) - 1;
+  const fraction = has_inf ? 2 - 2 ** -mantissa : 2 - 2 ** (1 - mantissa);
+  const max = fraction * 2 ** (has_inf ? bias : bias + 1);
+  const min_normal = 2 ** (1 - bias);
+  const min_subnormal = 2 ** (1 - bias - mantissa);
+  const span = Math.log2(max) - Math.log2(min_subnormal);
+  const eps = 2 ** -mantissa;
+  return { exponent, mantissa, has_inf, bias, max, min_normal, min_subnormal, eps, span };
+}
+
+// A format as Python describes it, with all that follows.
+export const completed = (format) => ({
+  ...format,
+  ...describe(format.exponent, format.mantissa, format.has_inf),
+});
+
+const bits = new DataView(new ArrayBuffer(8));
+
+// The power of two at or below a positive number, from its own bits. That of 0 is below all.
+export function exponentOf(size) {
+  bits.setFloat64(0, size);
+  return (bits.getUint16(0) >> 4) - 1023;
+}
+
+// 2^-1200 to 2^1200: a power is taken for each number that is rounded.
+const POWERS = Array.from({ length: 2401 }, (_, i) => 2 ** (i - 1200));
+
+// The number that a `completed` format stores: the nearest, and of two equally near the even one.
+export function round(x, format) {
+  if (Number.isNaN(x)) return x;
+  if (format.exponent === 8 && format.mantissa === 23) return Math.fround(x); // FP32: built in
+  const size = Math.abs(x);
+  const spacing = Math.max(POWERS[exponentOf(size) - format.mantissa + 1200], format.min_subnormal);
+  const steps = size / spacing; // a division by a power of two is exact
+  let n = Math.floor(steps);
+  const rest = steps - n;
+  if (rest > 0.5 || (rest === 0.5 && n % 2 === 1)) n += 1;
+  const stored = size === Infinity ? size : n * spacing;
+  if (stored <= format.max) return x < 0 || Object.is(x, -0) ? -stored : stored;
+  return Math.sign(x) * (format.saturates ? format.max : format.has_inf ? Infinity : NaN);
+}
+
+// ---- Elements
+
+// A new element: its tag, attributes (a function is a handler), and children.
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+// The same for a part of an SVG, whose only child is a text.
+export function draw(parent, tag, attributes = {}, text = "") {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.textContent = text;
+  parent?.append(element);
+  return element;
+}
+
+export const paragraph = (...children) => make("p", {}, ...children);
+export const button = (text, onclick) => make("button", { type: "button", onclick }, text);
+export const group = (title, ...children) =>
+  make("fieldset", {}, make("legend", {}, title), ...children);
+export const details = (title, ...children) =>
+  make("details", {}, make("summary", {}, title), ...children);
+
+// A label and its control. A live region would repeat the value of every step, so it has none.
+function labelled(label, control, ...after) {
+  return make("label", {}, `${label} `, control, ...after);
+}
+
+// `show(position, text)` moves it; the text is what a reader sees and hears.
+export function slider(label, { min, max, step = 1 }, onMove) {
+  const input = make("input", { type: "range", min, max, step });
+  const value = make("span", { class: "value", "aria-hidden": "true" });
+  input.oninput = () => onMove(input.valueAsNumber);
+  const show = (position, text) => {
+    input.value = position;
+    value.textContent = text;
+    input.setAttribute("aria-valuetext", text);
   };
-  const mount = /* MOUNT */;
+  const element = labelled(label, input, " ", value);
+  return { element, show, limit: (highest) => (input.max = highest) };
+}
+
+// A list to choose from: `options` are [value, text].
+export function choice(label, options, onChoose) {
+  const items = options.map(([value, text]) => make("option", { value }, text));
+  const select = make("select", { onchange: () => onChoose(select.value) }, ...items);
+  return { element: labelled(label, select), show: (value) => (select.value = value) };
+}
+
+export function tick(label, onTick) {
+  const input = make("input", { type: "checkbox" });
+  input.onchange = () => onTick(input.checked);
+  const element = make("label", {}, input, ` ${label}`);
+  return { element, show: (isOn) => (input.checked = isOn) };
+}
+
+// Buttons that lead to places, [text, place]; `show` marks those where the reader is.
+export function jumps(label, places, go) {
+  const buttons = places.map(([text, place]) => button(text, () => go(place)));
+  const spaced = buttons.flatMap((item) => [item, " "]);
+  const element = make("p", { role: "group", "aria-label": label }, `${label} `, ...spaced);
+  const show = (isHere) => {
+    places.forEach(([, place], i) => buttons[i].setAttribute("aria-pressed", isHere(place)));
+  };
+  return { element, show };
+}
+
+// A table whose rows are lists of texts or elements. The first cell of each is its head.
+// A cell is written only where it changes, so that a screen reader keeps its place.
+export function table(heads) {
+  const head = make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text)));
+  const body = make("tbody");
+  const rowOf = (cells) =>
+    make("tr", {}, ...cells.map((_, i) => (i ? make("td") : make("th", { scope: "row" }))));
+  const show = (rows, isMarked = () => false) => {
+    while (body.rows.length > rows.length) body.lastChild.remove();
+    rows.forEach((cells, i) => {
+      const row = body.rows[i] ?? body.appendChild(rowOf(cells));
+      row.classList.toggle("marked", isMarked(i));
+      cells.forEach((cell, j) => {
+        const old = cell instanceof Element ? row.cells[j].firstChild : row.cells[j].textContent;
+        const content = cell instanceof Element ? cell : String(cell);
+        if (old !== content) row.cells[j].replaceChildren(content);
+      });
+    });
+  };
+  const setHeads = (texts) => texts.forEach((text, i) => (head.cells[i].textContent = text));
+  return { element: make("table", {}, make("thead", {}, head), body), show, setHeads };
+}
+
+// ---- Pictures
+
+// What tells areas apart without colours: matplotlib's hatches, as paths in a square of 8.
+const HATCHES = {
+  "//": "M0 8L8 0",
+  "\\\\": "M0 0L8 8",
+  "..": "M2 2h2M6 6h2",
+  "--": "M0 4h8",
+  xx: "M0 0L8 8M0 8L8 0",
+  oo: "M4 2v4M2 4h4",
+};
+
+// A fill for an SVG with a colour and a hatch. No two on a page have the same id.
+export function pattern(svg, colour, hatch) {
+  const id = `hatch-${Math.random().toString(36).slice(2)}`;
+  const size = { width: 8, height: 8 };
+  const tile = draw(svg, "pattern", { id, ...size, patternUnits: "userSpaceOnUse" });
+  draw(tile, "rect", { ...size, fill: colour });
+  const lines = { d: HATCHES[hatch] ?? "M0 0", stroke: "white", "stroke-width": 1.5 };
+  draw(tile, "path", lines);
+  return `url(#${id})`;
+}
+
+// A small box with the look of an area, to stand before its name in a table.
+export function swatch(colour, hatch) {
+  const box = make("span", { class: "swatch" });
+  const svg = draw(box, "svg", { viewBox: "0 0 18 12", "aria-hidden": "true" });
+  draw(svg, "rect", { width: 18, height: 12, fill: pattern(svg, colour, hatch), ...EDGE });
+  return box;
+}
+
+export const EDGE = { stroke: "currentColor", "stroke-width": 0.6 };
+
+// Axes and what is drawn on them, in the units of the numbers. Each `begin` clears it and takes
+// two axes: { from, to, ticks: [[value, text]], title }. A chart is 480 units wide.
+export function chart(label, { height = 260, left = 56, right = 12, top = 12, bottom = 40 } = {}) {
+  const width = 480;
+  const svg = draw(null, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
+  svg.setAttribute("aria-label", label);
+  let horizontal, vertical;
+  const place = (value, { from, to }, start, end) =>
+    start + ((end - start) * (value - from)) / (to - from);
+  const x = (value) => place(value, horizontal, left, width - right);
+  const y = (value) => place(value, vertical, height - bottom, top);
+  const plain = { stroke: "currentColor" };
+
+  function text(across, up, words, { dx = 0, dy = 4, anchor = "start", ...look } = {}) {
+    draw(svg, "text", { x: x(across) + dx, y: y(up) + dy, "text-anchor": anchor, ...look }, words);
+  }
+
+  // A line through the whole chart, at one value of an axis: { x } or { y }.
+  function rule(at, look = {}) {
+    const [x1, x2] = "x" in at ? [x(at.x), x(at.x)] : [left, width - right];
+    const [y1, y2] = "y" in at ? [y(at.y), y(at.y)] : [top, height - bottom];
+    return draw(svg, "line", { x1, x2, y1, y2, ...plain, ...look });
+  }
+
+  // The one upright line that moves while the rest stays.
+  let cursor = null;
+  function point(at, look) {
+    cursor?.remove();
+    cursor = rule({ x: at }, look);
+  }
+
+  function line(points, look = {}) {
+    const pairs = points.map(([across, up]) => `${x(across).toFixed(2)},${y(up).toFixed(2)}`);
+    draw(svg, "polyline", { points: pairs.join(" "), fill: "none", ...plain, ...look });
+  }
+
+  function area(points, look) {
+    const pairs = points.map(([across, up]) => `${x(across).toFixed(2)},${y(up).toFixed(2)}`);
+    draw(svg, "polygon", { points: pairs.join(" "), ...look });
+  }
+
+  function bar([fromX, toX], [fromY, toY], look) {
+    const size = { width: x(toX) - x(fromX), height: y(fromY) - y(toY) };
+    draw(svg, "rect", { x: x(fromX), y: y(toY), ...size, ...look });
+  }
+
+  function dot(across, up, look = {}) {
+    draw(svg, "circle", { cx: x(across), cy: y(up), r: 5, ...plain, ...look });
+  }
+
+  // A mark of a shape, [dx, dy] from corner to corner.
+  function mark(across, up, corners, look) {
+    const path = corners.map(([dx, dy]) => `${x(across) + dx},${y(up) + dy}`).join(" ");
+    draw(svg, "polygon", { points: path, ...plain, ...look });
+  }
+
+  function begin(newHorizontal, newVertical) {
+    [horizontal, vertical] = [newHorizontal, newVertical];
+    for (const child of [...svg.children]) if (child.tagName !== "pattern") child.remove();
+    for (const [value, words] of horizontal.ticks ?? []) {
+      text(value, vertical.from, words, { dy: 17, anchor: "middle" });
+    }
+    for (const [value, words] of vertical.ticks ?? []) {
+      text(horizontal.from, value, words, { dx: -6, anchor: "end" });
+      rule({ y: value }, { opacity: 0.15 });
+    }
+    rule({ y: vertical.from });
+    const middle = (left + width - right) / 2;
+    const under = { x: middle, y: height - 4, "text-anchor": "middle" };
+    draw(svg, "text", under, horizontal.title ?? "");
+    const turned = `translate(12 ${(top + height - bottom) / 2}) rotate(-90)`;
+    draw(svg, "text", { transform: turned, "text-anchor": "middle" }, vertical.title ?? "");
+  }
+
+  return { svg, begin, text, rule, point, line, area, bar, dot, mark };
+}
+
+export const DIAMOND = [
+  [0, -9],
+  [9, 0],
+  [0, 9],
+  [-9, 0],
+];
+
+// ---- A page
+
+// Bring every still of this exhibit to life. `mount` returns a function for its sentence, which is
+// announced once when a control has been set: not at each step of a slider.
+export function start(name, mount, data, style) {
   for (const root of document.querySelectorAll(`[data-exhibit="${name}"]:not([data-live])`)) {
     root.setAttribute("data-live", "");
-    root.innerHTML = `<style>${style}</style>${markup}`;
-    root.exhibit = mount(root, data, tools);
+    root.replaceChildren(make("style", {}, style));
+    const sentence = mount(root, data);
+    const status = make("p", { role: "status", class: "unseen" });
+    root.append(status);
+    root.addEventListener("change", () => (status.textContent = sentence()));
+    root.addEventListener("click", (event) => {
+      if (event.target.closest("button")) status.textContent = sentence();
+    });
   }
-})();
+}

@@ -1,31 +1,70 @@
-"""One Chromium for all exhibits. Without one these tests are skipped, or fail if it is required."""
+"""One Chromium for all exhibits, and node for their models. Without one of them its tests are
+skipped, or fail if they are required.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from labutils.exhibits.exhibit import page, program
+
+NODE_MODULES = Path(__file__).parent / "node_modules"
+# Numbers that JSON lacks come back as {"$": their text}.
+RESULT = """
+const lacking = (key, x) => typeof x === "number" && !Number.isFinite(x) ? {$: String(x)} : x;
+process.stdout.write(JSON.stringify(({call})(...{arguments}), lacking));
+"""
+
+
+def needed(path: str | Path | None, package: str) -> str:
+    """Return where a program or file is, as text; without it the test is skipped, or fails."""
+    if path and Path(path).exists():
+        return str(path)
+    if os.environ.get("EXHIBITS_REQUIRED") == "1":
+        pytest.fail(f"missing: {package}")
+    pytest.skip(f"missing: {package}")
+
+
+@pytest.fixture(scope="session")
+def node() -> Callable:
+    """Return a function that calls JavaScript in the program of an exhibit, without a page."""
+    command = [needed(shutil.which("node"), "apt-get install nodejs"), "-"]
+
+    def number(pairs: dict) -> object:
+        return float(pairs["$"]) if "$" in pairs else pairs
+
+    def whole(text: str) -> int:  # exactly the number that node has: not all of its digits are
+        return int(float(text))
+
+    def call(name: str, function: str, *arguments: object) -> object:
+        text = RESULT.replace("{call}", function).replace("{arguments}", json.dumps(arguments))
+        script = program(name) + text
+        done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+        assert not done.returncode, done.stderr
+        return json.loads(done.stdout, object_hook=number, parse_int=whole)
+
+    return call
+
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
-    found = shutil.which("chromium"), shutil.which("chromedriver")
-    if None in found:
-        why = "no chromium and chromedriver here: apt-get install chromium chromium-driver"
-        if os.environ.get("EXHIBITS_REQUIRED") == "1":
-            pytest.fail(why)
-        pytest.skip(why)
+    package = "apt-get install chromium chromium-driver"
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
-    options.binary_location = found[0]
+    options.binary_location = needed(chromium, package)
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    service = webdriver.ChromeService(executable_path=found[1])
+    service = webdriver.ChromeService(executable_path=needed(chromedriver, package))
     driver = webdriver.Chrome(options=options, service=service)
     yield driver
     driver.quit()
@@ -38,7 +77,8 @@ def visit(browser):
     def open_file(path: Path, width: int = 1200):
         browser.get_log("browser")
         browser.get_log("performance")
-        browser.set_window_size(width, 900)
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get(path.as_uri())
 
     yield open_file
@@ -53,7 +93,9 @@ def show(browser, visit, tmp_path):
     """Return a function that opens an exhibit's page and gives its root element."""
 
     def open_page(exhibit, width: int = 1200):
-        visit(exhibit.save(tmp_path / "page.html"), width)
+        path = tmp_path / "page.html"
+        path.write_text(page(exhibit.title, [exhibit]), encoding="utf-8")
+        visit(path, width)
         return browser.find_element("css selector", "[data-exhibit]")
 
     return open_page

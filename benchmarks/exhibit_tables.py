@@ -1,0 +1,367 @@
+"""Computes the tables of exhibits: `python -m benchmarks.exhibit_tables [--again]`.
+
+plan: each setting is predicted at the batch sizes of POINTS; the page draws straight lines between
+them. amdahl: what the time ledger says of some cards. step: what is alive at each moment of a
+training step. loss_scale, allreduce: real gradients. What there is already is kept, so it can be stopped and continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from labutils import machine
+from labutils.config.card import CARDS, CONTEXT_GIB, CPU
+from labutils.config.choices import PRECISIONS, SIXTEEN_BIT, Precision
+from labutils.config.reader import load_config
+from labutils.config.schema import Config, precision_on, resolve
+from labutils.exhibits import plan_data as plan
+from labutils.exhibits.exhibit import FOLDER
+from labutils.files import write_atomically
+from labutils.memory.kinds import PRODUCT
+from labutils.memory.ledger import MIB
+from labutils.memory.tensors import flat_gradient
+from labutils.prediction import trace
+from labutils.prediction.memory import Prediction, predicted, segments_of
+from labutils.prediction.time import PRODUCTS, Clock, predict_time
+from labutils.techniques import precision
+from labutils.techniques.loss import count_targets, lm_loss_sum
+from labutils.techniques.numerics import FP16, fp16_fate
+from labutils.training.gradients import window_gradient
+from labutils.training.train import train
+from labutils.workload.build import build_optimizer, float32_model
+from labutils.workload.data import batches, sequences
+from labutils.workload.gpt2 import build_model
+
+CARDS_SHOWN = ("t4", "l4", "rtx4090", "a100", "h200")
+
+
+def complete(name: str, part: str, makers: dict[str, Callable[[], Any]]) -> None:
+    """Compute the rows that a part of a table lacks; store it after each of them."""
+    path = FOLDER / f"{name}.json"
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    rows = table.setdefault(part, {})
+    for key, make in makers.items():
+        if key not in rows:
+            rows[key] = make()
+            write_atomically(path, text_of(table).encode())
+            print(name, part, key, flush=True)
+
+
+def text_of(table: dict[str, dict[str, Any]]) -> str:
+    """Return a table as JSON, with a line for each row of its parts."""
+    parts = []
+    for part, rows in table.items():
+        texts = [json.dumps(row, separators=(",", ":")) for row in rows.values()]
+        lines = [f'"{key}":{text}' for key, text in zip(rows, texts, strict=True)]
+        parts.append(f'"{part}": {{\n' + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+# ---- plan
+
+
+def prediction_of(setting: plan.Setting, batch: int) -> Prediction:
+    """Return the prediction of a setting on DEVICE."""
+    run = resolve(plan.experiment(setting, batch), machine.card_of(plan.DEVICE))
+    return predicted(run.config, run.card)
+
+
+def clock_of(
+    step: trace.Trace, card_name: str, setting: plan.Setting, *, update: bool
+) -> Clock | None:
+    """Return the clock of a card after the update, or after all before it; None if it cannot."""
+    card = machine.card_of(card_name)
+    if not card.support(plan.experiment(setting).precision).ok:
+        return None
+    clock = Clock(card, tf32=False, is_compiled=False)
+    segments = segments_of(step, 1)
+    clock.run([part for part in segments if (part.phase == plan.PHASES[-1]) == update], [])
+    return clock
+
+
+def phases_of(setting: plan.Setting) -> dict[str, Any]:
+    """Return what depends on SHAPE: MiB by phase, what a card must have, and milliseconds.
+
+    They are predicted with AdamW. MiB are of VARYING, 0 or a list for POINTS. `needed` is what a
+    card must have beyond CUDA's context, as a multiple of the peak. `ms` are those in which each
+    card computes, for POINTS. `host` are those that the host takes to issue the work.
+    """
+    predictions = [prediction_of(setting, batch) for batch in plan.POINTS]
+    ledgers = [prediction.ledger for prediction in predictions]
+    mib = {}
+    for phase in plan.PHASES[:-1]:
+        rows = []
+        for name in plan.VARYING:
+            row = [round(ledger.phases[phase][name] / MIB) for ledger in ledgers]
+            rows.append(row if any(row) else 0)
+        mib[phase] = rows
+    middle = ledgers[1]
+    needed = (middle.needed_bytes - CONTEXT_GIB * 2**30) / middle.peak_bytes
+    rows, host = [], 0.0
+    for card in plan.TIMED:
+        clocks = [clock_of(p.trace, card, setting, update=False) for p in predictions]
+        rows.append(None if None in clocks else [busy_ms(clock) for clock in clocks])
+        host = max([host, *[clock.host for clock in clocks if clock]])
+    return {"MiB": mib, "needed": round(needed, 3), "ms": rows, "host": round(1e3 * host)}
+
+
+def busy_ms(clock: Clock) -> float:
+    """Return the milliseconds in which the card computes; below 100 with one digit more."""
+    ms = round(1e3 * sum(clock.busy.values()), 1)
+    return ms if ms < 100 else round(ms)
+
+
+def update_of(setting: plan.Setting) -> dict[str, Any]:
+    """Return what depends on STANDING: MiB in the optimizer's phase, and milliseconds as above."""
+    setting = setting | {"seq_len": 256, "gradient_checkpointing": "none"}
+    prediction = prediction_of(setting, 1)
+    at_peak = prediction.ledger.phases["optimizer"]
+    clocks = [clock_of(prediction.trace, card, setting, update=True) for card in plan.TIMED]
+    return {
+        "MiB": [round(at_peak[name] / MIB) for name in (*plan.FIXED, *plan.VARYING)],
+        "ms": [clock and busy_ms(clock) for clock in clocks],
+        "host": round(1e3 * max(clock.host for clock in clocks if clock)),
+    }
+
+
+PLAN_PARTS = (("phases", plan.SHAPE, phases_of), ("update", plan.STANDING, update_of))
+
+
+# ---- amdahl
+
+
+def card_speeds(card: str) -> dict[str, str | float]:
+    """Return what the time ledger says of GPT-2 124M on a card, in 16 bits against float32.
+
+    `share` is that of matrix products in a float32 step, `product` how many times as fast they are
+    in 16 bits, and `step` how many times as fast the whole step is. Four digits each.
+    """
+    name = precision_on(SIXTEEN_BIT.name, CARDS[card])
+    before, after = (predict_time(load_config(path), card) for path in ("fp32", name))
+    numbers = {
+        "share": before.shares[PRODUCTS],
+        "product": before.operations[PRODUCT]["ms"] / after.operations[PRODUCT]["ms"],
+        "step": before.step_ms / after.step_ms,
+    }
+    rounded = {key: float(f"{value:.4g}") for key, value in numbers.items()}
+    return {"card": card, "precision": name, **rounded}
+
+
+# ---- step
+
+# Parts of GPT-2 that are told from each other; the page has words for them, and for other marks.
+SHOWN = ("wte", "wpe", "ln_1", "c_attn", "c_proj", "ln_2", "c_fc", "act", "ln_f", "lm_head")
+CLIP, STEP, END, PEAK = "clip", "step", "end", "peak"  # the other marks
+MARK = "mark"
+Alive = Counter[tuple[str, str]]  # {(category, dtype): bytes}
+
+
+class Mark(NamedTuple):
+    """Stands among the events of a trace: what was just done, and the dtype of its result."""
+
+    name: str
+    made: str = ""
+    kind: str = MARK
+    storage: None = None
+    work: None = None
+
+
+class Moment(NamedTuple):
+    """What is alive after a part of a step."""
+
+    phase: str
+    name: str
+    made: str
+    alive: Alive
+
+
+def marked_trace(config: Config) -> trace.Trace:
+    """Return the first step of a config on a CPU, with marks behind the parts of GPT-2."""
+    with trace.fake_world(None) as (log, _):
+
+        def mark(text: str, *made: torch.dtype) -> None:
+            log.events.append(Mark(text, *map(name_of, made)))
+
+        model = float32_model(config)
+        for name, module in model.named_modules():
+            if name.endswith(SHOWN):
+                module.register_forward_hook(partial(after_module, mark, name))
+        for name, parameter in model.named_parameters():
+            if name.endswith(".weight"):
+                parameter.register_post_accumulate_grad_hook(partial(after_gradient, mark, name))
+        optimizer = build_optimizer(model, config)
+        optimizer.register_step_pre_hook(lambda *_: mark(CLIP))
+        optimizer.register_step_post_hook(lambda *_: mark(STEP))
+        ids = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)
+        return trace.trace_step(
+            model,
+            [{"input_ids": ids, "labels": ids}],
+            lambda model, batch: lm_loss_sum(model, batch) / config.seq_len,
+            optimizer,
+            log,
+            autocast=partial(precision.autocast, config.precision, trace.ON_CPU),
+            loss_scale=config.init_scale if PRECISIONS[config.precision].loss_scale else None,
+            max_grad_norm=config.max_grad_norm,
+        )
+
+
+def after_module(mark: Callable, text: str, *results: Any) -> None:
+    mark(text, results[-1].dtype)
+
+
+def after_gradient(mark: Callable, text: str, parameter: torch.Tensor) -> None:
+    mark(text, parameter.grad.dtype)
+
+
+def moments_of(config: Config) -> list[Moment]:
+    """Return the moments of a resolved config's step on a CPU, after the first step.
+
+    Each phase has its peak, which is that of `predict_memory`, and ends with END.
+    """
+    step = marked_trace(config)
+    living = {id(storage) for storage in step.lasting()}
+    alive: Alive = Counter()
+    for storage in step.lasting():
+        alive[group_of(storage)] += storage.n_bytes
+    moments = [Moment("forward", "", "", Counter(alive))]
+    for phase, segments in itertools.groupby(step.segments, key=lambda segment: segment.phase):
+        place, peak = len(moments), Counter(alive)
+        for event in itertools.chain(*[segment.events for segment in segments]):
+            storage = event.storage
+            if event.kind == MARK:
+                moments.append(Moment(phase, event.name, event.made, Counter(alive)))
+            elif event.kind == trace.BIRTH and storage.category not in trace.LASTING:
+                living.add(id(storage))
+                alive[group_of(storage)] += storage.n_bytes
+            elif event.kind == trace.DEATH and id(storage) in living:
+                living.remove(id(storage))
+                alive[group_of(storage)] -= storage.n_bytes
+            if alive.total() > peak.total():
+                place, peak = len(moments), Counter(alive)
+        moments.insert(place, Moment(phase, PEAK, "", peak))
+        moments.append(Moment(phase, END, "", Counter(alive)))
+    return moments
+
+
+def run_of(row: Precision) -> dict[str, Any]:
+    """Return a step of the small GPT-2 in a precision, on a CPU.
+
+    A moment is [phase, name, dtype of what it made, [group, bytes more, …]]; the first one counts
+    from nothing. `groups` are [category, dtype].
+    """
+    config = resolve(load_config(row.name), CPU).config
+    moments = moments_of(config)
+    groups = sorted({group for moment in moments for group in moment.alive})
+    groups.sort(key=lambda group: trace.CATEGORIES.index(group[0]))
+    before: Alive = Counter()
+    lines = []
+    for moment in moments:
+        changes: list[int] = []
+        for i, group in enumerate(groups):
+            more = moment.alive[group] - before[group]
+            changes += [i, more] if more else []
+        lines.append([moment.phase, moment.name, moment.made, changes])
+        before = moment.alive
+    about = {"autocast": row.products if row.autocast else "", "scaler": row.loss_scale}
+    about["MiB"] = [round(moment.alive.total() / MIB, 2) for moment in moments]
+    halves = [group for group in groups if group[1].endswith("16")]
+    about["MiB in 16 bits"] = [
+        round(sum(m.alive[group] for group in halves) / MIB, 2) for m in moments
+    ]
+    return {**about, "groups": groups, "moments": lines}
+
+
+def group_of(storage: trace.Storage) -> tuple[str, str]:
+    return storage.category, name_of(storage.dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- loss_scale, allreduce: gradients of the small GPT-2 on a CPU
+
+# Where a new part of an octave [2^e, 2^(e+1)) begins, as a multiple of 2^e: behind its first
+# number, where rounding goes up to the smallest normal number, and where it goes beyond the
+# largest. Multiplied by any power of two, all numbers of one part become the same kind of FP16.
+OCTAVE_PARTS = (1.0, 2 - FP16.eps, 2 - FP16.eps / 2)
+
+
+def counted(values: torch.Tensor) -> list[list[int]]:
+    """Return [e, n, n, n, n] for each octave [2^e, 2^(e+1)) with absolute values in it.
+
+    The four counts are those of its parts: exactly 2^e, and between the bounds of OCTAVE_PARTS.
+    Zeros are left out. With these counts the shares of `fp16_fate` are exact at every power of two.
+    """
+    half, exponent = torch.frexp(values[values != 0].abs().double())  # half is 0.5 to 1
+    bounds = torch.tensor(OCTAVE_PARTS[1:], dtype=torch.float64)
+    part = torch.bucketize(2 * half, bounds, right=True) + 1
+    part[half == 0.5] = 0
+    rows = []
+    for e in exponent.unique().tolist():
+        rows.append([e - 1, *torch.bincount(part[exponent == e], minlength=4).tolist()])
+    return rows
+
+
+def trained(seq_len: int, size: int, rate: float, steps: int) -> tuple[torch.nn.Module, list]:
+    """Train the small GPT-2; return it, and the largest weight gradient of each step."""
+    model, largest = build_model("gpt2-nano"), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer.register_step_pre_hook(lambda *_: largest.append(flat_gradient(model).abs().max()))
+    stream = batches(sequences(seq_len), size, seed=0)
+    train(model, stream, lm_loss_sum, optimizer, steps=steps, progress=False)
+    return model, [size.item() for size in largest]
+
+
+def mean_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return lm_loss_sum(model, batch) / count_targets(batch)
+
+
+def octaves() -> dict[str, Any]:
+    """Return the sizes of all gradients after 12 steps, and which scales FP16 needs for them."""
+    batch = next(batches(sequences(128), 4, seed=1))
+    values = window_gradient(trained(128, 4, 2e-3, 12)[0], [batch], mean_loss)
+    return {"counts": counted(values), "fates": [fp16_fate(values, 2.0**k) for k in range(31)]}
+
+
+def workers() -> dict[str, Any]:
+    """Return 64 elements of 64 workers' gradients before training, `(64, 64)`, as float32 bytes.
+
+    Each worker has a sequence of 32 tokens. An element that is 0 for one of them is left out: it
+    says nothing about rounding. `lost` is the share that FP16 makes 0, times a power of two.
+    """
+    model, stream = build_model("gpt2-nano", dropout=0.0), batches(sequences(32), 1, seed=0)
+    rows = [window_gradient(model, [next(stream)], mean_loss)[::97] for _ in range(64)]
+    nonzero = torch.stack(rows)[:, (torch.stack(rows) != 0).all(0)]
+    values = nonzero[:, :: nonzero.shape[1] // 64][:, :64].contiguous()
+    lost = {k: fp16_fate(values, 2.0**k / 64)["zero"] for k in range(-24, 1)}
+    return {"values": base64.b64encode(values.numpy().tobytes()).decode(), "lost": lost}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser("python -m benchmarks.exhibit_tables", description=__doc__)
+    parser.add_argument("--again", action="store_true", help="all, not only what is missing")
+    if parser.parse_args().again:
+        for path in FOLDER.glob("*.json"):
+            path.unlink()
+    rows = [row for row in PRECISIONS.values() if not row.not_on_cpu and row.weights == "float32"]
+    complete("step", "runs", {row.name: partial(run_of, row) for row in rows})
+    complete(
+        "loss_scale", "gradients", {"all": octaves, "largest": lambda: trained(64, 1, 1e-3, 30)[1]}
+    )
+    complete("allreduce", "gradients", {"64 workers": workers})
+    cards = {card: partial(card_speeds, card) for card in CARDS_SHOWN}
+    complete("amdahl", "cards", cards)
+    for part, switches, predicted in PLAN_PARTS:
+        settings = list(plan.settings(switches))
+        makers = {plan.key_of(one, switches): partial(predicted, one) for one in settings}
+        complete("plan", part, makers)

@@ -1,0 +1,130 @@
+// Only matrix products get faster: how fast is the whole step?
+import { chart, DIAMOND, jumps, paragraph, percent, short, slider, table } from "./shared.js";
+
+// Amdahl's law: a share of a whole becomes `speedup` times as fast, and the rest stays.
+export function amdahl(share, speedup) {
+  return 1 / (1 - share + share / speedup);
+}
+
+const times = (x) => (Number.isFinite(x) ? `${short(x, 3)}×` : "any number ×");
+
+function whyNot(ratio) {
+  if (Math.abs(ratio - 1) < 0.02) return "The two agree within 2 %.";
+  return `So the rest of the step became ${ratio > 1 ? "faster, too" : "slower"}.`;
+}
+
+export function mount(root, data) {
+  const cards = data.cards.map((card) => ({ ...card, name: `${card.card}, ${card.precision}` }));
+  const points = data.own ? [...cards, { ...data.own, name: "yours" }] : cards;
+  const { share: startShare, product: startProduct } = points.at(-1);
+  const state = { share: startShare, product: startProduct };
+  const set = (changes) => {
+    Object.assign(state, changes);
+    show();
+  };
+
+  const share = slider("share of products in the step", { min: 0, max: 100, step: 0.5 }, (x) =>
+    set({ share: x / 100 }),
+  );
+  const speed = slider("speed of one product", { min: -6, max: 6, step: 0.05 }, (x) =>
+    set({ product: 2 ** x }),
+  );
+  const places = points.map((point) => [point.card ?? point.name, point]);
+  const marks = jumps("Jump to", places, (point) =>
+    set({ share: point.share, product: point.product }),
+  );
+  const sentence = paragraph();
+  const compared = paragraph();
+  const picture = chart("speed of the step over the speed of one product", { height: 300 });
+  const rows = table([
+    "point",
+    "share",
+    "product",
+    "law",
+    data.own?.step ? "ledger, you" : "ledger",
+  ]);
+  rows.show(
+    points.map(({ name, share, product, step }) => [
+      name,
+      percent(share),
+      times(product),
+      times(amdahl(share, product)),
+      step ? times(step) : "–",
+    ]),
+  );
+  const isHere = (point) => point.share === state.share && point.product === state.product;
+
+  function showChart() {
+    const [x, y] = [
+      { from: -6, to: 6 },
+      { from: -3, to: 4 },
+    ];
+    const asTick = (e) => [e, e < 0 ? `1/${2 ** -e}` : `${2 ** e}`];
+    const isShown = (up) => up >= y.from && up <= y.to;
+    picture.begin(
+      { ...x, ticks: [-6, -4, -2, 0, 2, 4, 6].map(asTick), title: "speed of one product, ×" },
+      { ...y, ticks: [-3, -2, -1, 0, 1, 2, 3, 4].map(asTick), title: "speed of the step, ×" },
+    );
+    const curve = [];
+    for (let e = x.from; e <= x.to; e += 0.1)
+      curve.push([e, Math.log2(amdahl(state.share, 2 ** e))]);
+    picture.line(
+      curve.filter(([, up]) => isShown(up)),
+      { stroke: "var(--blue)", "stroke-width": 3 },
+    );
+    const limit = amdahl(state.share, Infinity);
+    if (isShown(Math.log2(limit))) {
+      picture.rule({ y: Math.log2(limit) }, { "stroke-dasharray": "5 4" });
+      picture.text(x.from, Math.log2(limit), `limit ${times(limit)}`, { dx: 6, dy: -5 });
+    }
+    for (const { card, product, step } of points.filter(({ step }) => step)) {
+      const at = [Math.log2(product), Math.log2(step)];
+      picture.dot(...at, { fill: "var(--sky)" });
+      const isNear = (ratio) => (other) =>
+        other.product > product && other.product < ratio * product;
+      let label = { dx: 9 };
+      if (points.some(isNear(1.5))) label = { dx: -9, dy: -3, anchor: "end" };
+      if (points.some(isNear(1.05))) label = { dx: 9, dy: 14 };
+      picture.text(...at, card, label);
+    }
+    const up = Math.log2(amdahl(state.share, state.product));
+    const look = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 3 };
+    if (isShown(up)) picture.mark(Math.log2(state.product), up, DIAMOND, look);
+  }
+
+  function show() {
+    const step = amdahl(state.share, state.product);
+    const limit = amdahl(state.share, Infinity);
+    share.show(100 * state.share, percent(state.share));
+    speed.show(Math.log2(state.product), times(state.product));
+    marks.show(isHere);
+    const most =
+      state.share === 1
+        ? "There is no limit: the step is products and nothing else."
+        : `If products took no time, the step would be ${times(limit)} as fast: the limit.`;
+    sentence.textContent =
+      `Products are ${percent(state.share)} of the step, and one product is ` +
+      `${times(state.product)} as fast. The step is ${times(step)} as fast. ${most}`;
+    const here = points.find((point) => isHere(point) && point.step);
+    compared.textContent = here
+      ? `${here.name}: Amdahl's law says ${times(step)}. The time ledger predicts ` +
+        `${times(here.step)}. ${whyNot(here.step / step)}`
+      : "";
+    showChart();
+  }
+
+  root.append(
+    paragraph(share.element, speed.element),
+    marks.element,
+    sentence,
+    compared,
+    picture.svg,
+    rows.element,
+    paragraph(
+      "Diamond: where the sliders stand. The cards are predicted: GPT-2 124M in 16 bits against " +
+        "FP32. The law lets only products change; the time ledger looks at each operation.",
+    ),
+  );
+  show();
+  return () => `${sentence.textContent} ${compared.textContent}`;
+}

@@ -1,0 +1,206 @@
+// Choose a model and its switches: which bytes, which cards, which milliseconds, which config?
+import {
+  chart,
+  choice,
+  details,
+  EDGE,
+  make,
+  MIB,
+  paragraph,
+  pattern,
+  short,
+  slider,
+  sum,
+  swatch,
+  table,
+  whole,
+} from "./shared.js";
+
+const LABELS = {
+  model: "model",
+  precision: "precision",
+  seq_len: "length in tokens",
+  gradient_checkpointing: "checkpointing",
+  optimizer: "optimizer",
+};
+const GIB = 1024 * MIB;
+const keyOf = (setting, switches) => switches.map((name) => setting[name]).join("/");
+
+// The value at a batch size, on straight lines through the points that are known.
+export function between(row, batch, points) {
+  if (!row) return 0;
+  const right = Math.max(
+    1,
+    points.findIndex((point) => point >= batch),
+  );
+  const [x0, x1] = [points[right - 1], points[right]];
+  return row[right - 1] + ((row[right] - row[right - 1]) * (batch - x0)) / (x1 - x0);
+}
+
+// {phase: bytes by category at its peak}, in the order of data.looks.
+export function phases(data, setting, batch) {
+  const update = data.update[keyOf(setting, data.standing)].MiB;
+  const known = data.phases[keyOf(setting, data.shape)].MiB;
+  const peaks = {};
+  for (const phase of data.phase_names) {
+    const varying =
+      phase in known
+        ? known[phase].map((row) => between(row, batch, data.points))
+        : update.slice(data.n_fixed);
+    peaks[phase] = [...update.slice(0, data.n_fixed), ...varying].map((mib) => mib * MIB);
+  }
+  return peaks;
+}
+
+// [phase, bytes] of the highest peak.
+export function peak(peaks) {
+  const totals = Object.entries(peaks).map(([phase, bytes]) => [phase, sum(bytes)]);
+  return totals.reduce((highest, total) => (total[1] > highest[1] ? total : highest));
+}
+
+// The GiB of the smallest card on which it runs.
+export function needed(data, setting, batch) {
+  const [, bytes] = peak(phases(data, setting, batch));
+  const share = data.phases[keyOf(setting, data.shape)].needed;
+  return (bytes * share) / GIB + data.context_gib;
+}
+
+// Milliseconds on each card of data.timed, with their band; null without hardware.
+// The host issues the work, the card computes it: the later of the two ends the step.
+export function times(data, setting, batch) {
+  const before = data.phases[keyOf(setting, data.shape)];
+  const update = data.update[keyOf(setting, data.standing)];
+  return before.ms.map((row, card) => {
+    if (!row) return null;
+    const busy = between(row, batch, data.points);
+    const computed = Math.max(busy, before.host) + update.ms[card];
+    const ms = Math.max(computed, before.host + update.host);
+    const launches = 1 - (busy + update.ms[card]) / ms;
+    const isWide = launches > data.launch_bound || batch === 1;
+    const [below, above] = isWide ? data.bands.wide : data.bands.eager;
+    return { ms, low: ms * (1 - below), high: ms * (1 + above) };
+  });
+}
+
+export function yaml(data, setting, batch) {
+  const size = { micro_batch_size: batch, tokens_per_step: batch * setting.seq_len };
+  const changed = { ...data.changed, ...setting, ...size };
+  const lines = data.config.map(([key, text]) =>
+    key in changed ? `${key}: ${changed[key]}` : text,
+  );
+  return lines.join("\n") + "\n";
+}
+
+function gib(bytes) {
+  if (bytes === 0) return "0";
+  return bytes < 0.005 * GIB ? "< 0.01" : (bytes / GIB).toFixed(2);
+}
+
+export function mount(root, data) {
+  const { batch: startBatch, ...start } = data.start;
+  const state = { setting: start, batch: startBatch };
+  const names = data.looks.map(([name]) => name);
+  const switches = Object.entries(data.switches).map(([key, values]) => {
+    const options = values.map((value) => [value, value]);
+    const control = choice(LABELS[key], options, (text) => {
+      state.setting[key] = values.find((value) => String(value) === text);
+      show();
+    });
+    return { key, ...control };
+  });
+  const batch = slider("micro-batch", { min: 1, max: data.points.at(-1) }, (n) => {
+    state.batch = n;
+    show();
+  });
+  const picture = chart("GiB at the peak of each phase", { height: 230, left: 70, bottom: 20 });
+  const fills = data.looks.map(([, colour, hatch]) => pattern(picture.svg, colour, hatch));
+  const sentence = paragraph();
+  const bytesTable = table(["GiB at the peak of", ...data.phase_names]);
+  const swatches = data.looks.map(([name, colour, hatch]) =>
+    make("span", {}, swatch(colour, hatch), name),
+  );
+  const verdict = paragraph();
+  const cards = table(["GPU", "one step takes", "tokens/s"]);
+  const file = make("pre", { tabindex: 0, role: "group", "aria-label": "config file" });
+
+  function showBars(peaks, highest) {
+    const phases = [...data.phase_names].reverse(); // the first one at the top
+    const ticks = phases.map((phase, i) => [i + 0.5, phase]);
+    picture.begin({ from: 0, to: 1.15 * highest }, { from: 0, to: phases.length, ticks });
+    phases.forEach((phase, row) => {
+      let left = 0;
+      peaks[phase].forEach((bytes, i) => {
+        const look = { fill: fills[i], ...EDGE };
+        if (bytes) picture.bar([left, left + bytes], [row + 0.2, row + 0.8], look);
+        left += bytes;
+      });
+      picture.text(left, row + 0.5, gib(left), { dx: 4 });
+    });
+  }
+
+  function showCards() {
+    const { setting, batch } = state;
+    const least = needed(data, setting, batch);
+    const holding = data.cards.filter(([, memory]) => memory >= least).map(([name]) => name);
+    const answer = holding.length
+      ? `These hold it: ${holding.join(", ")}.`
+      : "None of our cards holds it.";
+    verdict.textContent =
+      `The run needs a card with ${least.toFixed(1)} GiB: with the gaps that the allocator ` +
+      `leaves, and the memory that CUDA itself takes. ${answer}`;
+    const results = times(data, setting, batch);
+    cards.show(
+      data.timed.map((name, i) => {
+        const memory = data.cards.find(([card]) => card === name)[1];
+        const title = `${name}, ${memory} GiB${memory < least ? ": too little" : ""}`;
+        if (!results[i]) return [title, `no ${setting.precision} hardware`, "–"];
+        const [ms, low, high] = [results[i].ms, results[i].low, results[i].high].map((x) =>
+          short(x, 2),
+        );
+        const rate = (1000 * batch * setting.seq_len) / results[i].ms;
+        return [title, `${ms} ms (${low} to ${high})`, whole(Number(rate.toPrecision(2)))];
+      }),
+    );
+  }
+
+  function show() {
+    const peaks = phases(data, state.setting, state.batch);
+    const [phase, bytes] = peak(peaks);
+    for (const { key, show } of switches) show(state.setting[key]);
+    batch.show(state.batch, state.batch === 1 ? "1 sequence" : `${state.batch} sequences`);
+    showBars(peaks, bytes);
+    const largest = peaks[phase].indexOf(Math.max(...peaks[phase]));
+    const share = Math.round((100 * peaks[phase][largest]) / bytes);
+    sentence.textContent =
+      `The peak is ${gib(bytes)} GiB, in the ${phase} phase. ` +
+      `The largest part is ${names[largest]}: ${share} %.`;
+    const marked = data.phase_names.map((name) => (name === phase ? `${name}\u00a0▲` : name));
+    bytesTable.setHeads(["GiB at the peak of", ...marked]);
+    const rows = swatches.map((title, i) => [
+      title,
+      ...data.phase_names.map((name) => gib(peaks[name][i])),
+    ]);
+    bytesTable.show([...rows, ["sum", ...data.phase_names.map((name) => gib(sum(peaks[name])))]]);
+    showCards();
+    file.textContent = yaml(data, state.setting, state.batch);
+  }
+
+  root.append(
+    paragraph(...switches.map(({ element }) => element)),
+    paragraph(batch.element),
+    picture.svg,
+    sentence,
+    bytesTable.element,
+    verdict,
+    cards.element,
+    details("The config as a file: save it as configs/my_plan.yaml", file),
+    paragraph(
+      "All numbers are predicted; bytes are those of an A100. One step is one micro-batch, " +
+        "without dropout. Batches of 1, 8 and 64 were predicted; between them a straight line is " +
+        "drawn. A test finds up to 3 % between such a line's peak and its own prediction, 9 % for " +
+        "cards and times. FP16 needs as many bytes as BF16; a T4 has no BF16.",
+    ),
+  );
+  show();
+  return () => `${sentence.textContent} ${verdict.textContent}`;
+}

@@ -1,0 +1,117 @@
+// Recorded runs of several precisions over seeds: do two of them differ?
+import { chart, choice, paragraph, short, slider, sum, table } from "./shared.js";
+
+export const CANNOT_TELL = "cannot tell here";
+export const mean = (numbers) => sum(numbers) / numbers.length;
+
+// The standard deviation between the numbers of a sample; NaN for fewer than two.
+export function sigma(numbers) {
+  const middle = mean(numbers);
+  return Math.sqrt(sum(numbers.map((x) => (x - middle) ** 2)) / (numbers.length - 1));
+}
+
+// The mean of paired differences and its 95 % interval; pairs that are not finite are left out.
+export function difference(base, other, t) {
+  const pairs = other.map((x, i) => x - base[i]).filter(Number.isFinite);
+  const n = pairs.length;
+  if (n < 2) return { mean: n ? pairs[0] : NaN, low: NaN, high: NaN, n, pairs };
+  const half = (t[Math.min(n - 2, t.length - 1)] * sigma(pairs)) / Math.sqrt(n);
+  return { mean: mean(pairs), low: mean(pairs) - half, high: mean(pairs) + half, n, pairs };
+}
+
+export function verdict({ mean, low, high }, worthTelling) {
+  if (low > 0 && mean > worthTelling) return "larger";
+  if (high < 0 && -mean > worthTelling) return "smaller";
+  return CANNOT_TELL;
+}
+
+export function mount(root, data) {
+  const { steps, rates } = data;
+  const start = { rate: rates[0][0], other: "pure_bf16", base: "fp32" };
+  const n = data.loss[`${start.rate} ${start.base}`].length;
+  const state = { ...start, n, step: steps.length - 1 };
+  const set = (changes) => {
+    Object.assign(state, changes);
+    show();
+  };
+  const arms = Object.entries(data.arms);
+  const named = rates.map(([name, value]) => [name, `${name}: ${value}`]);
+  const rateChoice = choice("learning rate", named, (rate) => set({ rate }));
+  const otherChoice = choice("compare", arms, (other) => set({ other }));
+  const baseChoice = choice("with", arms, (base) => set({ base }));
+  const seeds = slider("seeds", { min: 2, max: n }, (n) => set({ n }));
+  const step = slider("step", { min: 0, max: steps.length - 1 }, (step) => set({ step }));
+  const sentence = paragraph();
+  const picture = chart("the difference of each pair, and the interval of their mean", {
+    height: 150,
+    left: 16,
+  });
+  const rows = table(["precision", "loss ± σ", "skipped", "inf or NaN"]);
+
+  // The numbers of the first seeds at this step; where a record has no runs they are 0.
+  const at = (record, arm) => {
+    const runs = record[`${state.rate} ${arm}`]?.slice(0, state.n) ?? [];
+    return runs.length ? runs.map((run) => run[state.step]) : [0];
+  };
+
+  function rowOf([arm, words]) {
+    const losses = at(data.loss, arm);
+    const finite = losses.filter(Number.isFinite);
+    const spread = finite.length > 1 ? ` ± ${short(sigma(finite), 2)}` : "";
+    const loss = finite.length ? `${short(mean(finite), 5)}${spread}` : "none is finite";
+    const skipped = short(mean(at(data.skipped, arm)), 3);
+    return [words, loss, skipped, `${losses.length - finite.length} of ${losses.length}`];
+  }
+
+  function showChart(gap) {
+    picture.svg.style.display = gap.n < 2 ? "none" : "";
+    if (gap.n < 2) return;
+    const reach = Math.max(...[...gap.pairs, gap.low, gap.high].map(Math.abs)) || 1;
+    const ticks = [-reach, 0, reach].map((x) => [x, short(x, 2)]);
+    const title = "difference of the losses. Box: interval of the mean; circles: pairs";
+    picture.begin({ from: -1.1 * reach, to: 1.1 * reach, ticks, title }, { from: 0, to: 4 });
+    picture.rule({ x: 0 }, { "stroke-dasharray": "3 3" });
+    picture.bar([gap.low, gap.high], [2.4, 3.4], { fill: "var(--sky)", stroke: "currentColor" });
+    const middle = [
+      [gap.mean, 2.2],
+      [gap.mean, 3.6],
+    ];
+    picture.line(middle, { "stroke-width": 3 });
+    const circle = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 2 };
+    for (const pair of gap.pairs) picture.dot(pair, 1, circle);
+  }
+
+  function show() {
+    rateChoice.show(state.rate);
+    otherChoice.show(state.other);
+    baseChoice.show(state.base);
+    seeds.show(state.n, `${state.n} seeds`);
+    step.show(state.step, `after ${steps[state.step]} steps`);
+    const gap = difference(at(data.loss, state.base), at(data.loss, state.other), data.t);
+    const names = `${data.arms[state.other]} minus ${data.arms[state.base]}`;
+    const numbers =
+      gap.n < 2
+        ? `${CANNOT_TELL}. Only ${gap.n} of ${state.n} pairs have finite losses`
+        : `${short(gap.mean, 3)}, 95 % interval ${short(gap.low, 3)} to ${short(gap.high, 3)}, ` +
+          `${gap.n} pairs: ${verdict(gap, data.worth_telling)}`;
+    sentence.textContent = `${names}: ${numbers}.`;
+    showChart(gap);
+    rows.show(arms.map(rowOf));
+  }
+
+  root.append(
+    paragraph(rateChoice.element, otherChoice.element, baseChoice.element),
+    paragraph(seeds.element, step.element),
+    sentence,
+    picture.svg,
+    rows.element,
+    paragraph(
+      `Larger or smaller: the interval leaves out 0, and the mean exceeds ${data.worth_telling}, ` +
+        `the least difference that we call worth telling. Recorded on ${data.made}. A loss is the ` +
+        `mean over the last ${steps[0]} steps, σ the standard deviation between seeds. ` +
+        "Skipped: steps that the scaler left out, the mean of the seeds.",
+    ),
+  );
+  show();
+  return () => sentence.textContent;
+}
