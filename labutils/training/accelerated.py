@@ -20,33 +20,28 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+def world_size() -> int:
+    """Return the number of processes."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def rank() -> int:
+    """Return this process's number, from 0; only number 0 prints and saves."""
+    return int(os.environ.get("RANK", 0))
+
+
 @cache
-def accelerator() -> Accelerator | None:
-    """Return Accelerate's own view of the processes, or None where one runs alone."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return None
+def accelerator() -> Accelerator:
+    """Return Accelerate's own view of several processes, which it joins."""
     from accelerate import Accelerator  # an extra, which only such processes need
 
     # autocast is the config's
     return Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
 
 
-def world_size() -> int:
-    """Return the number of processes."""
-    shared = accelerator()
-    return shared.num_processes if shared else 1
-
-
-def rank() -> int:
-    """Return this process's number, from 0; only number 0 prints and saves."""
-    shared = accelerator()
-    return shared.process_index if shared else 0
-
-
 def own_device(device: torch.device) -> torch.device:
     """Return this process's device: on CUDA each has a card of its own."""
-    shared = accelerator()
-    return shared.device if shared else device
+    return accelerator().device if world_size() > 1 else device
 
 
 def from_first(value: Any) -> Any:
