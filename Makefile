@@ -55,7 +55,13 @@ test-avx2: $(VENV)/installed
 	$(AVX2) $(PYTEST) 0*.ipynb; \
 	else echo "this CPU has AVX2 and no more: nothing to cap"; fi
 
-test-more: $(VENV)/installed
+# prettier and axe-core, in their pinned versions, for tests of the exhibits
+NPM := tests/exhibits/node_modules/.package-lock.json
+$(NPM): tests/exhibits/package-lock.json
+	if command -v npm >/dev/null; then npm ci --silent --prefix tests/exhibits; \
+	else echo "no npm: prettier and axe are skipped"; fi
+
+test-more: $(VENV)/installed $(NPM)
 	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile -m "(browser or processes or slow) and not slowest" tests
 
 test-slow: $(VENV)/installed
@@ -71,7 +77,7 @@ configs: $(VENV)/installed
 	$(BIN)/python -m benchmarks.configs
 
 exhibits: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.plan_table $(AGAIN)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.exhibit_tables $(AGAIN)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

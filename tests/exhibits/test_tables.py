@@ -11,8 +11,8 @@ from benchmarks.exhibit_tables import (
     CARDS_SHOWN,
     card_speeds,
     phases_of,
+    prediction_of,
     run_of,
-    sizes_of,
     text_of,
     update_of,
 )
@@ -40,7 +40,7 @@ def check_answers(node, cases: list[tuple[dict, int]]) -> None:
     data = plan.page_data(cases[0][0], 1)
     for (setting, batch), answer in zip(cases, node("plan", ANSWERS, data, cases), strict=True):
         peak, needed, times = answer
-        ledger = sizes_of(setting).at(batch).ledger
+        ledger = prediction_of(setting, batch).ledger
         ratios = [
             ("peak", peak / ledger.peak_bytes),
             ("needed", 2**30 * needed / ledger.needed_bytes),
