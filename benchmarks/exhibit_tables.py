@@ -361,7 +361,7 @@ if __name__ == "__main__":
     complete("allreduce", "gradients", {"64 workers": workers})
     cards = {card: partial(card_speeds, card) for card in CARDS_SHOWN}
     complete("amdahl", "cards", cards)
-    for part, switches, predicted in PLAN_PARTS:
+    for part, switches, row_of in PLAN_PARTS:
         settings = list(plan.settings(switches))
-        makers = {plan.key_of(one, switches): partial(predicted, one) for one in settings}
+        makers = {plan.key_of(one, switches): partial(row_of, one) for one in settings}
         complete("plan", part, makers)

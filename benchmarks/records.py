@@ -34,7 +34,8 @@ from labutils.machine import choose_device
 from labutils.training import convergence
 from labutils.training.runs import rate_of
 from labutils.training.train import Series, train
-from labutils.workload.build import build_corpus, build_data, build_workload
+from labutils.workload.build import build_workload
+from labutils.workload.data import build_data
 
 SEEDS, TOKENS, EVERY_TOKENS = 10, 98_304, 8_192
 LEARNING_RATES = (3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)
@@ -94,7 +95,7 @@ def convergence_text(what: str, options: argparse.Namespace) -> str:
         changes["eval_every"] = options.every_tokens // config.tokens_per_step
         series = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
         rows += held_out_rows(config, series)
-    corpus = build_corpus(convergence.config_of("batch_8", 0, TOKENS).on("cpu"))
+    corpus = build_data(convergence.config_of("batch_8", 0, TOKENS).on("cpu")).corpus
     batches = convergence.held_out_batches(corpus)
     n_sequences = sum(len(batch["labels"]) for batch in batches)
     facts = facts_of(what, corpus.digest) | {"rule": RULES[what]}

@@ -13,6 +13,7 @@ from labutils.plotting.numbers import bands, curves, heat_map, reconcile, steps
 from labutils.plotting.runs import four_panels
 from labutils.plotting.style import (
     BLACK,
+    CATEGORY_LOOKS,
     COLORS,
     MARKERS,
     PURPLE,
@@ -20,6 +21,7 @@ from labutils.plotting.style import (
 
 __all__ = [
     "BLACK",
+    "CATEGORY_LOOKS",
     "COLORS",
     "MARKERS",
     "PURPLE",

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from labutils.machine import free_host_bytes, host, usable_cpus
+from labutils import machine
+from labutils.machine import free_host_bytes, usable_cpus
 from labutils.memory import device_memory as memory
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.errors import is_out_of_memory, short_message
@@ -121,8 +122,8 @@ def control_groups(tmp_path, monkeypatch, membership: str, files: dict[str, str]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "membership").write_text(membership)
-    monkeypatch.setattr(host, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
 
 
 V2 = {
@@ -136,6 +137,7 @@ V2 = {
 }
 V1 = {
     "cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+    "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
     "cpu,cpuacct/user/cpu.cfs_quota_us": "150000\n",
     "cpu,cpuacct/user/cpu.cfs_period_us": "100000\n",
     "memory/memory.limit_in_bytes": "9223372036854771712\n",
@@ -158,7 +160,7 @@ V1 = {
 )
 def test_limits_of_the_control_group_count(tmp_path, monkeypatch, membership, files, cpus):
     control_groups(tmp_path, monkeypatch, membership, files)
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     assert usable_cpus() == cpus
     if files:
         assert free_host_bytes() == GIB // 2 + GIB // 8
@@ -169,7 +171,7 @@ def test_limits_of_the_control_group_count(tmp_path, monkeypatch, membership, fi
 def test_threads_follow_affinity():
     code = "import labutils as lab, torch; torch.set_num_threads(8); lab.setup(); print(torch.get_num_threads())"
     only = "import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]}); "
-    if not hasattr(host.os, "sched_setaffinity"):
+    if not hasattr(machine.os, "sched_setaffinity"):
         pytest.skip("this system has no affinity")
     done = subprocess.run(
         [sys.executable, "-c", only + code], cwd=REPO, capture_output=True, text=True, check=True
