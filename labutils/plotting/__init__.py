@@ -13,18 +13,30 @@ from labutils.plotting.numbers import bands, curves, heat_map, reconcile, steps
 from labutils.plotting.runs import four_panels
 from labutils.plotting.style import (
     BLACK,
+    BLUE,
     CATEGORY_LOOKS,
     COLORS,
+    GREEN,
     MARKERS,
+    ORANGE,
     PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
 )
 
 __all__ = [
     "BLACK",
+    "BLUE",
     "CATEGORY_LOOKS",
     "COLORS",
+    "GREEN",
     "MARKERS",
+    "ORANGE",
     "PURPLE",
+    "SKY",
+    "VERMILION",
+    "YELLOW",
     "bands",
     "bit_layout",
     "block_history",

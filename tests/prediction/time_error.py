@@ -31,9 +31,7 @@ def predicted_ms(row, ledger: TimeLedger, card: Card, n_micro_batches: int) -> f
 
 def uncalibrated(card: Card) -> Card:
     """Return a card on which nothing was measured."""
-    return replace(
-        card, speed=Speed(card.speed.tflops, card.speed.gb_per_s, {}, is_calibrated=False)
-    )
+    return replace(card, speed=Speed(card.speed.tflops, card.speed.gb_per_s, {}))
 
 
 def datasheet_only(card: Card) -> Card:

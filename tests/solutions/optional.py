@@ -2,10 +2,12 @@
 
 import math
 
+import nbformat
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import labutils as lab
+from tests.helpers import committed
 from tests.solutions.answers import Solution, broken
 from tests.solutions.notebook_01 import CLIP, CLIP_FIRST, HALF_LIMIT, STEP, UNSCALE, ZERO, amp_step
 
@@ -79,6 +81,9 @@ BLOCK = {
     "block": lab.build_model("gpt2-nano", dropout=0.0, activation="gelu_tanh").transformer.h[0],
     "block_x": torch.randn(4, 256, 128),
 }
+for cell in nbformat.reads(committed("further/checkpointing.ipynb"), as_version=4).cells:
+    if cell.id in ("shared", "s1-names", "s1-block", "s1-cost"):
+        exec(cell.source, BLOCK)
 FIXED_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "0.01)"))
 
 # (notebook, cell, the answer's name, other names that the cell reads, answers)
@@ -95,9 +100,9 @@ CELLS = [
                 "for a large product": [("max(computing, moving)", "(computing + moving)")],
                 "what limits it, and": [("max(", "min(")],
                 "has a term": [("1000 * ", "")],
-                "for one row": [("max(computing, moving)", "computing")],
+                "for a row of 16 bits": [("max(computing, moving)", "computing")],
                 "one is written": [(" + m * n", "")],
-                "for 16 bits": [("bytes_per_number * (", "4 * (")],
+                "a row of 16 bits": [("bytes_per_number * (", "4 * (")],
             },
         ),
     ),
@@ -120,7 +125,7 @@ CELLS = [
         "frameworks",
         "5830c2f3",
         "my_loss",
-        {"torch": torch},
+        {"torch": torch, "lab": lab},
         Solution(
             right=[
                 lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro,

@@ -116,7 +116,7 @@ def test_a_failing_probe_puts_the_number_of_threads_back(monkeypatch):
     def broken():
         raise RuntimeError("inside")
 
-    monkeypatch.setattr(machine, "_processor_seconds", broken)
+    monkeypatch.setattr(machine.time, "thread_time", broken)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -51,7 +51,7 @@ def run(
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
 
     optimizer.register_step_pre_hook(note)
-    record = lab.train(
+    series = lab.train(
         model,
         batches,
         lab.lm_loss_sum,
@@ -63,7 +63,7 @@ def run(
         max_grad_norm=clip,
         progress=False,
     )
-    return gradients, record.series.loss
+    return gradients, series.loss
 
 
 def largest_error(gradients: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
