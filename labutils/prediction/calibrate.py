@@ -255,7 +255,6 @@ def measure_gpu(device: torch.device) -> Speed:
         elements=1.0,
         rows=_rate(device, ROWS, lines) / moved,
         flash=(forward, forward * Speed.flash[1] / Speed.flash[0]),
-        source="measured here",
     )
 
 
