@@ -19,7 +19,7 @@ PYTEST = $(BIN)/python -m pytest -q --durations=5
 REFERENCE := labutils/reference
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: labs further test test-all test-busy test-further test-avx2 test-more test-slow lint mutants
+.PHONY: labs further test test-all test-further test-avx2 test-more test-slow lint mutants
 .PHONY: readme configs exhibits bench records gpu clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
@@ -38,11 +38,7 @@ further: $(VENV)/installed
 test: $(VENV)/installed lint
 	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile
 
-test-all: test-busy test-further test-avx2 test-more
-
-# Alone: these tests keep every core busy on purpose, and notebooks time their steps.
-test-busy: $(VENV)/installed
-	$(PYTEST) -m busy tests
+test-all: test-further test-avx2 test-more
 
 test-further: $(VENV)/installed
 	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile further/*.ipynb

@@ -26,7 +26,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 SOURCES = ("techniques/*", "training/*", "memory/*", "prediction/allocator", "exercises/*")
-LEFT_OUT = "not (browser or processes or busy or slow or slowest or gpu)"
+LEFT_OUT = "not (browser or processes or slow or slowest or gpu)"
 ENOUGH_S = 45  # of tests that call a function; those named after its file come first
 SWAPPED = {
     ast.Lt: ast.LtE,
