@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ TENSORS_PER_LAUNCH = 30
 # Causal attention computes whole tiles of so many rows along the diagonal.
 DIAGONAL = 128
 SIXTEEN_BIT = torch.float16, torch.bfloat16
-# What grows by as much with each sequence more.
-AFFINE = "n_bytes", "flops", "calls", "fused_bytes", "fused_calls"
 
 
 @dataclass(slots=True)
@@ -48,19 +46,6 @@ class Work:
         """The length of the sums in a product."""
         outputs = math.prod(self.shape)
         return self.flops / (2 * outputs) if outputs else 0.0
-
-
-def between(low: Work | None, high: Work | None, ratio: int) -> Work | None:
-    """Return the work that lies `ratio` times as far from `low` as `high` does: all is affine."""
-    if high is None:
-        return None
-    low = low or high
-
-    def at(few: float, many: float) -> float:
-        return few + ratio * (many - few)
-
-    numbers = {name: at(getattr(low, name), getattr(high, name)) for name in AFFINE}
-    return replace(high, shape=tuple(map(at, low.shape, high.shape)), **numbers)
 
 
 def work_of(
