@@ -82,9 +82,9 @@ def clock_of(
     card = machine.card_of(card_name)
     if not card.support(plan.experiment(setting).precision).ok:
         return None
-    clock = Clock(card, tf32=False, is_compiled=False)
+    clock = Clock(card, tf32=False)
     segments = segments_of(step, 1)
-    clock.run([part for part in segments if (part.phase == plan.PHASES[-1]) == update], [])
+    clock.run([part for part in segments if (part.phase == plan.PHASES[-1]) == update])
     return clock
 
 

@@ -77,7 +77,6 @@ Device = Annotated[Literal[*CARDS, "this", "cpu"] | None, typer.Option(metavar="
 Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
 MEMORY = typer.Option(min=0.001, max=1e6, callback=_no_nan, help="if not the device's own")
 Gib = Annotated[float | None, MEMORY]
-Calibrate = Annotated[bool, typer.Option("--calibrate", help="measure operations again")]
 InPlace = Annotated[bool, typer.Option("--in-place", help="for maintainers: write outputs back")]
 Student = Annotated[Path | None, typer.Option(help="a folder for copies without outputs")]
 Out = Annotated[Path | None, typer.Option(help="a folder for the tables (runs/grades/FOLDER)")]
@@ -376,14 +375,13 @@ def check(configs: ConfigNames) -> None:
 
 
 @app.command()
-def doctor(calibrate: Calibrate = False) -> None:
+def doctor() -> None:
     """Say what this machine can train, how fast, and what is wrong."""
     import pandas as pd
     import torch
 
     from labutils.config.choices import PRECISIONS
     from labutils.machine import choose_device, environment, gpu_problem, matmul_rate, support
-    from labutils.prediction.calibrate import calibrate as measure
 
     problem, device = gpu_problem(), choose_device()
     facts = environment(device) | {"runs": str(runs_dir())}
@@ -407,9 +405,6 @@ def doctor(calibrate: Calibrate = False) -> None:
             "(of another machine, scaled by one product; a busy machine and slow 16 bits add more)"
         )
     require_room()
-    if calibrate:
-        measure(device)
-        print(f"\nmeasured; the rates are in {runs_dir() / 'calibration'}")
     raise typer.Exit(1 if problem else 0)
 
 

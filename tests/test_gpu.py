@@ -416,13 +416,14 @@ def test_a_cell_without_memory_gives_a_short_answer_on_cuda(capsys):
 
 def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     """Only that it runs and is kept: how near it comes is seen on a card."""
-    monkeypatch.setattr(calibrate, "SIDE", 512)
-    monkeypatch.setattr(calibrate, "NUMBERS", 2**20)
-    speed = calibrate.calibrate(CUDA)
+    small = {kind: row._replace(large=row.shapes[-1]) for kind, row in calibrate.OPERATIONS.items()}
+    monkeypatch.setattr(calibrate, "OPERATIONS", small)
+    speed = calibrate.rates_of(CUDA)
     kinds = {"float32", "float16", "bfloat16"}
     kinds |= {"TF32"} if torch.cuda.get_device_capability() >= (8, 0) else set()
     assert set(speed.reached) == kinds and all(rate > 0 for rate in speed.reached.values())
     assert speed.gb_per_s > 0 and speed.rows > 0 and min(speed.flash) > 0
+    calibrate._rates.cache_clear()
     monkeypatch.setattr(calibrate, "measure_gpu", lambda device: pytest.fail("measured again"))
     assert calibrate.rates_of(CUDA) == speed
     ledger = lab.predict_time(lab.load_config("fp32", **SMALL), CUDA)

@@ -13,9 +13,9 @@ measurements of single products: `layers` and `unaligned` of `config.card.Speed`
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,10 +38,19 @@ from labutils.memory.kinds import (
     ROWS,
 )
 from labutils.memory.ledger import FROZEN, GRADIENTS
-from labutils.prediction.calibrate import EFFICIENT_SHARES, rates_of
-from labutils.prediction.fusion import OPTIMIZER_PHASE
+from labutils.prediction.calibrate import EFFICIENT_SHARES, CpuRates, others_compute, rates_of
+from labutils.prediction.fusion import OPTIMIZER_PHASE, fuse
 from labutils.prediction.memory import segments_of
-from labutils.prediction.trace import BIRTH, Segment, Trace, trace_config, traced_module
+from labutils.prediction.trace import (
+    BIRTH,
+    ON_CPU,
+    OPERATION,
+    Event,
+    Segment,
+    Trace,
+    trace_config,
+    traced_module,
+)
 from labutils.prediction.work import Work
 
 SHARES = PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (
@@ -50,6 +59,7 @@ SHARES = PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (
     "memory-bound operations",
     "launches",
 )
+SHARE_OF = {PRODUCT: PRODUCTS, BATCHED: ATTENTION, FLASH: ATTENTION, EFFICIENT: ATTENTION}
 # Host: from one call of torch to the next, with autograd; 7 to 20 µs were measured by others.
 CALL_SECONDS = 12e-6
 COMPILED_CALL_SECONDS = 4e-6
@@ -68,7 +78,7 @@ UNALIGNED_COMPILED = 1.3
 # bandwidth (pytorch/pytorch#145746), conversions on an A100 0.81 of an elementwise operation's
 # (#195542, taken to be of 40 GB). Where a multiprocessor has less bandwidth than an A100's it was
 # not measured.
-SIXTEEN_BIT_SHARE, SIXTEEN_BIT_SLOW = 0.82, (8, 0)
+SIXTEEN_BIT_SHARES = {(8, 0): 0.82}  # by compute capability
 # How far below and above the prediction a measurement may lie, as shares of the prediction. No
 # constant was fitted to the steps of published.csv. They took 0.86 to 1.2 times as long as
 # predicted, compiled 0.85 to 1.47 times: `python -m tests.prediction.time_error`. Equal configs on
@@ -80,6 +90,7 @@ WIDE_BAND = 0.40, 0.60
 # In the course's own notebooks half of the steps on a CPU lay outside ±25 %: they took 0.57 to 1.3
 # times as long as predicted.
 CPU_BAND, COMPILED_CPU_BAND = (0.50, 0.50), (0.50, 1.00)
+UNKNOWN_BAND = 1.0, math.inf
 # More of the step than this is waiting for the host: hosts differ by a factor of two.
 LAUNCH_BOUND = 0.15
 
@@ -121,14 +132,16 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
     was measured on their card: 11 % in the median, from 36 % too fast to 53 % too slow.
     """
     run = resolve(config, machine.card_of(device))
-    config, n_micro_batches = run.config, run.config.grad_accum_steps
-    precision = PRECISIONS[config.precision]
+    config, precision = run.config, PRECISIONS[run.config.precision]
     trace = trace_config(config, run.card.gpu)
-    clock = Clock(run.card, tf32=precision.tf32, is_compiled=COMPILE_MODES[config.compile].is_on)
-    unscaling = [_unscaling(trace)] if precision.loss_scale else []
-    clock.run(segments_of(trace, n_micro_batches, at_most=n_micro_batches), unscaling)
-    n_tokens = config.micro_batch_size * config.seq_len * n_micro_batches
-    return clock.ledger(n_tokens, is_small=config.micro_batch_size == 1)
+    n_micro_batches = config.grad_accum_steps
+    segments = segments_of(trace, n_micro_batches, at_most=n_micro_batches)
+    if precision.loss_scale:
+        segments.append(_unscaling(trace))
+    fused = fuse(trace.segments) if COMPILE_MODES[config.compile].is_on else None
+    clock = Clock(run.card, tf32=precision.tf32, fused=fused)
+    clock.run(segments)
+    return clock.ledger(config.tokens_per_step, is_small=config.micro_batch_size == 1)
 
 
 def predict_module_time(
@@ -147,135 +160,133 @@ def predict_module_time(
     """
     card = machine.card_of(device)
     trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
-    clock = Clock(card, tf32=PRECISIONS[precision].tf32, is_compiled=False)
-    clock.run(segments_of(trace, 1), [])
+    clock = Clock(card, tf32=PRECISIONS[precision].tf32)
+    clock.run(segments_of(trace, 1))
     return clock.ledger(n_tokens, is_small=False)
 
 
-def _unscaling(trace: Trace) -> Work:
+def _unscaling(trace: Trace) -> Segment:
     """Return what a GradScaler does: it reads every gradient, and writes it divided."""
     events = [event for part in trace.segments if part.micro_batch == 0 for event in part.events]
     births = [event.storage for event in events if event.kind == BIRTH]
-    n_bytes = 2 * sum(storage.n_bytes for storage in births if storage.category == GRADIENTS)
-    return Work(ELEMENTS, n_bytes, fused_bytes=n_bytes)
+    n_bytes = sum(storage.n_bytes for storage in births if storage.category == GRADIENTS)
+    event = Event(OPERATION, work=Work(ELEMENTS, 2 * n_bytes))
+    return Segment(OPTIMIZER_PHASE, None, [event])
 
 
+@dataclass(frozen=True)
 class CpuTime:
     """Seconds of operations on this CPU, from single operations measured on it."""
 
-    def __init__(self, is_compiled: bool) -> None:
-        self.rates = rates_of(torch.device("cpu"))
-        self.is_compiled = is_compiled
-        self.call_seconds = self.compiled_call_seconds = self.rates.call_seconds
+    rates: CpuRates
+
+    def call_seconds(self, is_compiled: bool) -> float:
+        """Return what it costs to issue an operation."""
+        return self.rates.call_seconds
 
     def seconds(self, work: Work) -> float:
         """Return how long one operation computes, without the cost of its call."""
-        products, kinds = self.rates.products, self.rates.kinds
-        if work.kind == PRODUCT:
-            return products.get(work.dtype, products["float32"]).at(work.flops)
-        if work.kind == BATCHED:
-            return kinds[BATCHED].at(work.flops)
-        if work.kind in ATTENTION_KINDS:
-            return kinds[FLASH].at(work.flops)
-        # a compiler spares traffic; what takes time for its arithmetic goes on taking it
-        is_fused = self.is_compiled and work.kind == ELEMENTS
-        return kinds[work.kind].at(work.fused_bytes if is_fused else work.n_bytes)
+        return self.rates.seconds(work.kind, work.flops or work.n_bytes, work.dtype)
 
 
+@dataclass(frozen=True)
 class GpuTime:
-    """Seconds of operations on a card."""
+    """Seconds of operations on a card. `tf32`: products of float32 numbers may round to TF32."""
 
-    call_seconds, compiled_call_seconds = CALL_SECONDS, COMPILED_CALL_SECONDS
+    card: Card
+    tf32: bool
+    is_compiled: bool
 
-    def __init__(self, card: Card, tf32: bool, is_compiled: bool) -> None:
-        """`tf32`: products of float32 numbers may round them to TF32."""
-        self.speed, self.n_sms = card.speed, card.gpu.n_sms
-        self.tensor_cores = self.speed.tflops if card.gpu.capability >= (7, 0) else ()
-        is_slow = card.gpu.capability == SIXTEEN_BIT_SLOW
-        self.sixteen_bit_share = SIXTEEN_BIT_SHARE if is_slow else 1.0
-        self.tf32, self.is_compiled = tf32, is_compiled
+    def call_seconds(self, is_compiled: bool) -> float:
+        """Return what it costs the host to issue an operation."""
+        return COMPILED_CALL_SECONDS if is_compiled else CALL_SECONDS
 
     def seconds(self, work: Work) -> float:
         """Return how long one operation keeps the card busy, its kernel's start included."""
-        n_bytes, calls, share = work.n_bytes, work.calls, self.speed.elements
-        if self.is_compiled:
-            n_bytes, calls = work.fused_bytes, work.fused_calls
-        elif work.kind == ROWS:
-            share = self.speed.rows
-        elif work.has_16bit and work.kind in (ELEMENTS, FUNCTIONS):
-            share *= self.sixteen_bit_share
+        speed = self.card.speed
+        share = speed.elements
+        if not self.is_compiled:
+            if work.kind == ROWS:
+                share = speed.rows
+            elif work.kind in (ELEMENTS, FUNCTIONS) and work.has_16bit:
+                share *= SIXTEEN_BIT_SHARES.get(self.card.gpu.capability, 1.0)
         arithmetic = 0.0
         if work.kind in PRODUCT_KINDS:
             arithmetic = self._product(work)
         elif work.kind in ATTENTION_KINDS:
             arithmetic = work.flops / self._attention_rate(work)
-        moved = n_bytes / (share * self.speed.gb_per_s * 1e9)
-        return max(arithmetic, moved) + calls * KERNEL_SECONDS
+        moved = work.n_bytes / (share * speed.gb_per_s * 1e9)
+        return max(arithmetic, moved) + work.calls * KERNEL_SECONDS
 
     def _product(self, work: Work) -> float:
+        gpu, speed = self.card.gpu, self.card.speed
         kind = "TF32" if self.tf32 and work.dtype == "float32" else work.dtype
-        rate = self.speed.layer_rate(kind)
+        rate = speed.layer_rate(kind)
         batch, rows, columns = work.shape
         # small ones are split along their sums, so that all multiprocessors have a share
         fastest = 2 * work.flops / rate
         for side, share in TILES:
             tiles = batch * math.ceil(rows / side) * math.ceil(columns / side)
             in_a_tile = 2 * side * side * work.inner
-            waves = math.ceil(tiles / self.n_sms)
-            fastest = min(fastest, waves * in_a_tile / (rate / self.n_sms) / share)
-        n_aligned = ALIGNED.get(kind, 1) if kind in self.tensor_cores else 1
+            waves = math.ceil(tiles / gpu.n_sms)
+            fastest = min(fastest, waves * in_a_tile / (rate / gpu.n_sms) / share)
+        has_tensor_cores = gpu.capability >= (7, 0) and kind in speed.tflops
+        n_aligned = ALIGNED.get(kind, 1) if has_tensor_cores else 1
         if any(side % n_aligned for side in (rows, columns, int(work.inner))):
-            fastest *= UNALIGNED_COMPILED if self.is_compiled else self.speed.unaligned
+            fastest *= UNALIGNED_COMPILED if self.is_compiled else speed.unaligned
         return fastest
 
     def _attention_rate(self, work: Work) -> float:
-        share = 1.0 if work.dtype == "float32" else self.speed.flash[work.is_backward]
+        speed = self.card.speed
+        share = 1.0 if work.dtype == "float32" else speed.flash[work.is_backward]
         if work.kind == EFFICIENT:
             share *= EFFICIENT_SHARES[work.is_backward]
-        return self.speed.product_rate(work.dtype) * share
+        return speed.product_rate(work.dtype) * share
 
 
 class Clock:
     """Runs operations in order: the host issues them, the device computes them."""
 
-    def __init__(self, card: Card, *, tf32: bool, is_compiled: bool) -> None:
-        """A GPU of this machine is measured: nothing else says how fast it is."""
-        self.is_compiled, self.is_cpu = is_compiled, card.gpu is None
+    def __init__(self, card: Card, *, tf32: bool, fused: dict[Work, Work] | None = None) -> None:
+        """`fused`: what a compiler leaves of operations; None where there is no compiler.
+
+        A GPU of this machine is measured: nothing else says how fast it is.
+        """
+        self.fused = fused
+        self.is_cpu, is_compiled = card.gpu is None, fused is not None
         if not self.is_cpu and card.speed is None:
             card = replace(card, speed=rates_of(torch.device("cuda")))
         self.card = card
-        self.time = CpuTime(is_compiled) if self.is_cpu else GpuTime(card, tf32, is_compiled)
+        self.time = CpuTime(rates_of(ON_CPU)) if self.is_cpu else GpuTime(card, tf32, is_compiled)
         self.host = self.device = 0.0  # seconds since the step began
         self.busy = dict.fromkeys(SHARES[:3], 0.0)
-        self.phases: dict[str, float] = {}
-        self.operations: dict[str, Counter[str]] = {}
+        self.phases: Counter[str] = Counter()
+        self.operations: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
-    def run(self, segments: list[Segment], after: list[Work]) -> None:
-        """Run a step, and what its optimizer phase has besides."""
-        parts = [(part.phase, [event.work for event in part.events]) for part in segments]
-        for phase, works in [*parts, (OPTIMIZER_PHASE, after)]:
+    def run(self, segments: Iterable[Segment]) -> None:
+        """Run a step, or parts of one."""
+        for segment in segments:
             begun = self.device
-            for work in works:
-                if work and not work.only_once:
-                    self._operation(work, self.is_compiled and phase != OPTIMIZER_PHASE)
-            self.phases[phase] = self.phases.get(phase, 0.0) + self.device - begun
+            for event in segment.events:
+                if event.work and not event.work.only_once:
+                    self._operation(event.work, segment.phase)
+            self.phases[segment.phase] = self.phases[segment.phase] + self.device - begun
 
-    def _operation(self, work: Work, is_compiled: bool) -> None:
-        seconds, n_bytes = self.time.seconds(work), work.n_bytes
+    def _operation(self, work: Work, phase: str) -> None:
+        is_compiled = self.fused is not None and phase != OPTIMIZER_PHASE
         if is_compiled:
-            n_bytes = work.fused_bytes
-            self.host += work.fused_calls * self.time.compiled_call_seconds
-        else:
-            self.host += work.calls * self.time.call_seconds
+            left = self.fused.get(work, work)
+            # a compiler spares traffic; what takes a CPU time for its arithmetic goes on taking it
+            spares = not self.is_cpu or work.kind == ELEMENTS
+            work = left if spares else replace(left, n_bytes=work.n_bytes)
+        seconds = self.time.seconds(work)
+        self.host += work.calls * self.time.call_seconds(is_compiled)
         self.device = max(self.device, self.host) + seconds
         if self.is_cpu:
             self.host = self.device  # it is its own host
-        is_attention = work.kind in (BATCHED, *ATTENTION_KINDS)
-        other = ATTENTION if is_attention else MEMORY
-        self.busy[PRODUCTS if work.kind == PRODUCT else other] += seconds
-        gflop, gbyte = work.flops / 1e9, n_bytes / 1e9
-        counts = self.operations.setdefault(work.kind, Counter())
-        counts.update(operations=1, ms=1e3 * seconds, gflop=gflop, gbyte=gbyte)
+        self.busy[SHARE_OF.get(work.kind, MEMORY)] += seconds
+        gflop, gbyte = work.flops / 1e9, work.n_bytes / 1e9
+        self.operations[work.kind].update(operations=1, ms=1e3 * seconds, gflop=gflop, gbyte=gbyte)
 
     def ledger(self, n_tokens: int, *, is_small: bool) -> TimeLedger:
         """Return what was counted, with a band. `is_small`: a batch of one sequence."""
@@ -298,7 +309,10 @@ class Clock:
         )
 
     def _band(self, is_bound: bool, is_small: bool) -> tuple[tuple[float, float], str]:
-        if self.is_cpu and self.is_compiled:
+        is_compiled = self.fused is not None
+        if self.is_cpu and others_compute():
+            return UNKNOWN_BAND, "not known: other programs compute on this machine's CPUs"
+        if self.is_cpu and is_compiled:
             return COMPILED_CPU_BAND, "compiled on a CPU: only eager operations were measured here"
         if self.is_cpu:
             return CPU_BAND, "from operations measured here; steps took 0.57 to 1.3 times as long"
@@ -308,6 +322,6 @@ class Clock:
             return WIDE_BAND, "the card waits for its host, and hosts differ by a factor of two"
         if is_small:
             return WIDE_BAND, "one sequence at a time: small operations, and the host matters"
-        if self.is_compiled:
+        if is_compiled:
             return COMPILED_BAND, "compiled, published steps took 0.85 to 1.47 times as long"
         return EAGER_BAND, "published steps took 0.86 to 1.2 times as long"

@@ -38,7 +38,6 @@ from labutils.memory.ledger import (
 )
 from labutils.memory.tensors import on_loss_begin, optimizer_tensors
 from labutils.prediction.cuda_rules import PRODUCTS, Rule, borrowed, cuda_rules, outputs_in_order
-from labutils.prediction.fusion import fuse
 from labutils.prediction.work import TENSORS_PER_LAUNCH, Work, work_of
 from labutils.techniques import optimizers, precision
 from labutils.techniques.loss import lm_loss_sum
@@ -291,7 +290,6 @@ def trace_step(
         hook.remove()
     log.events = []  # what dies from here on dies with the run
     del grad_norm
-    fuse(log.segments)
     return Trace(standing, log.segments)
 
 

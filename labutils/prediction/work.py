@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, PRODUCT, kind_of
+from labutils.memory.ledger import OPTIMIZER
 
 # Tensors that one launch of a kernel over lists takes, about (multi_tensor_apply.cuh).
 TENSORS_PER_LAUNCH = 30
@@ -19,12 +20,11 @@ DIAGONAL = 128
 SIXTEEN_BIT = torch.float16, torch.bfloat16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Work:
     """One operation's work. `shape` is of a product's result: (batch, rows, columns).
 
-    `fused_bytes` and `fused_calls` are what is left where neighbours become one kernel: see
-    `prediction.fusion`. `reads` and `writes` are (storage or None, bytes).
+    `reads` and `writes` are (storage or None, bytes).
     """
 
     kind: str
@@ -34,12 +34,15 @@ class Work:
     shape: tuple[int, int, int] = (0, 0, 0)
     calls: float = 1  # launches
     is_backward: bool = False
-    only_once: bool = False  # it makes what lasts: later steps do without it
     has_16bit: bool = False  # among the numbers that it reads or writes
-    fused_bytes: int = 0
-    fused_calls: float = 1
     reads: list[tuple[Any, int]] = field(default_factory=list)
     writes: list[tuple[Any, int]] = field(default_factory=list)
+
+    @property
+    def only_once(self) -> bool:
+        """Whether it makes the optimizer's state: later steps do without it."""
+        categories = {storage.category for storage, _ in self.writes if storage}
+        return not self.reads and categories == {OPTIMIZER}
 
     @property
     def inner(self) -> float:
@@ -131,5 +134,4 @@ def _describe_attention(work: Work, given: dict[str, Any]) -> None:
         work.flops = products * 2 * batch * heads * n_queries * n_keys * width
     if given.get("is_causal") and n_keys > 2 * DIAGONAL:
         work.flops = int(work.flops * (0.5 + DIAGONAL / n_keys))
-    work.shape = batch * heads, n_queries, width
     work.dtype = _dtype(query)

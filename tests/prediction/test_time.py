@@ -1,6 +1,7 @@
 """The time ledger: what it counts, its bands, and how near it comes to what others measured."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import labutils as lab
+from labutils import machine
 from labutils.cli import main
 from labutils.config.card import CARDS
 from labutils.prediction import calibrate
-from labutils.prediction.calibrate import Measured
+from labutils.prediction.calibrate import CpuRates
+from labutils.prediction.fusion import fuse
 from labutils.prediction.published import published
 from labutils.prediction.time import (
     KERNEL_SECONDS,
@@ -66,9 +69,10 @@ def test_a_fused_chain_reads_what_comes_from_outside_and_writes_what_is_needed()
     model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 8, bias=False))
     trace = trace_of(model, torch.zeros(512, 64), loss)
     wide = 4 * 512 * 256
-    chain = [work for work in works_of(trace) if work.n_bytes == 2 * wide][:3]
-    assert [work.fused_calls for work in chain] == [1, 0, 0]
-    assert sum(work.fused_bytes for work in chain) == 2 * wide
+    fused = fuse(trace.segments)
+    chain = [fused[work] for work in works_of(trace) if work.n_bytes == 2 * wide][:3]
+    assert [work.calls for work in chain] == [1, 0, 0]
+    assert sum(work.n_bytes for work in chain) == 2 * wide
 
 
 def product(rows, columns, inner, dtype="bfloat16"):
@@ -215,26 +219,39 @@ def test_any_module_has_a_time():
 
 
 def test_a_measured_rate_is_interpolated_and_kept_beyond_the_ends():
-    measured = Measured(work=[100.0, 10000.0], seconds=[1.0, 10.0])
-    assert [measured.at(work) for work in (0, 10, 1000, 10**6)] == pytest.approx(
+    rates = CpuRates(1e-6, {"product float32": [(100.0, 1.0), (10000.0, 10.0)]})
+    assert [rates.seconds(PRODUCT, work, "int8") for work in (0, 10, 1000, 10**6)] == pytest.approx(
         [0, 0.1, 1000 / 550, 1000]
     )
 
 
 def test_this_cpu_is_measured_once_and_read_again(tmp_path, monkeypatch):
+    """Beside other programs nothing is kept, and a prediction says that it does not know."""
     monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path))
     measured = []
     measure = calibrate.measure_cpu
     monkeypatch.setattr(
         calibrate, "measure_cpu", lambda: measured.append(measure()) or measured[-1]
     )
-    calibrate.calibrate(torch.device("cpu"))
-    ledger = predict_time(lab.load_config("fp32"), "cpu")
-    assert [calibrate.rates_of(torch.device("cpu"))] == measured
+    fp32 = lab.load_config("fp32")
+    for busy, n_measured, why in (
+        (2.0, 1, "not known"),
+        (0.1, 2, "measured"),
+        (0.1, 2, "measured"),
+    ):
+        monkeypatch.setattr(machine, "busy_cpus", lambda busy=busy: busy)
+        monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 2)
+        calibrate.others_compute.cache_clear()
+        calibrate._rates.cache_clear()  # another process
+        ledger = predict_time(fp32, "cpu")
+        assert len(measured) == n_measured and why in ledger.why_band
+        assert (ledger.high_ms == math.inf) == (why == "not known")
+    calibrate.others_compute.cache_clear()
+    assert calibrate.rates_of(torch.device("cpu")) == measured[-1]
     assert ledger.shares[PRODUCTS] > 0.05
     assert ledger.method == "predicted for cpu"
     (file,) = (tmp_path / "calibration").glob("*.json")
     file.write_text("{}")  # of another version: measured again
     calibrate._rates.cache_clear()
     calibrate.rates_of(torch.device("cpu"))
-    assert len(measured) == 2
+    assert len(measured) == 3
