@@ -13,7 +13,6 @@ from labutils.files import REFERENCE_DIR
 
 # What the published loops have that is not in the table: no dropout, AdamW over lists of tensors.
 BASE = {
-    "tokens_per_step": 0,
     "dropout": 0.0,
     "activation": "gelu_tanh",
     "optimizer_impl": "foreach",
@@ -28,17 +27,9 @@ def published() -> pd.DataFrame:
     `besides_gb` are gigabytes that the published loop moves and its config does not: its attention
     fills a mask, in two operations forward and two backward, where Hugging Face's adds one forward.
     """
-    rows = pd.read_csv(REFERENCE_DIR / "published.csv", dtype={"memory": str})
-    return rows.fillna({"besides_gb": 0.0})
+    return pd.read_csv(REFERENCE_DIR / "published.csv", dtype={"memory": str})
 
 
 def config_of_row(text: str) -> Config:
-    """Return the config of a row, from its `key=value` words."""
-    values = dict(BASE)
-    for word in text.split():
-        key, _, value = word.partition("=")
-        values[key] = yaml.safe_load(value)
-    values["tokens_per_step"] = (
-        values["tokens_per_step"] or values["micro_batch_size"] * values["seq_len"]
-    )
-    return load_config("fp32", **values)
+    """Return the config of a row, from its keys and values as YAML."""
+    return load_config("fp32", **BASE | yaml.safe_load(text))
