@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional as F
+from torch.optim.adamw import adamw
 from torch.utils.benchmark import Timer
 
 from labutils import machine
@@ -45,21 +46,27 @@ DTYPES = FLOAT32, "bfloat16", "float16"
 
 @dataclass(frozen=True)
 class CpuRates:
-    """What was measured on a CPU: by "kind dtype" [(FLOPs or bytes, seconds), ...], ascending."""
+    """What was measured on a CPU: by "kind dtype" [(FLOPs or bytes, seconds), ...], ascending.
 
-    call_seconds: float
+    `call_seconds` are what an operation costs besides computing; the same where it is compiled.
+    """
+
+    call_seconds: tuple[float, float]
     curves: dict[str, list[tuple[float, float]]]
 
-    def seconds(self, kind: str, work: float, dtype: str = FLOAT32) -> float:
-        """Return the seconds of so much work; of a dtype that was not measured, those of float32.
+    def seconds(self, work: Work) -> float:
+        """Return how long one operation computes, without the cost of its call.
 
-        Beyond the ends of a curve the rate is that of the end.
+        Beyond the ends of a curve the rate is that of the end. A dtype that was not measured takes
+        the time of float32.
         """
-        if work <= 0:
+        amount = work.flops or work.n_bytes
+        if not amount:
             return 0.0
-        curve = self.curves.get(f"{kind} {dtype}") or self.curves[f"{kind} {FLOAT32}"]
+        of_float32 = self.curves[f"{work.kind} {FLOAT32}"]
+        curve = self.curves.get(f"{work.kind} {work.dtype}", of_float32)
         known, seconds = np.transpose(curve)
-        return work / float(np.interp(math.log(work), np.log(known), known / seconds))
+        return amount / float(np.interp(math.log(amount), np.log(known), known / seconds))
 
 
 RATES = TypeAdapter(CpuRates | Speed)
@@ -100,12 +107,12 @@ def others_compute() -> bool:
 class Operation(NamedTuple):
     """How a kind of operation is measured: on tensors of some shapes on a CPU, of one on a GPU.
 
-    `prepared` takes a first tensor, and returns the call.
+    `call` takes a function that returns such tensors, one after the other.
     """
 
     shapes: list[tuple[int, ...]]
-    large: tuple[int, ...]
-    prepared: Callable[[torch.Tensor], Callable[[torch.Tensor], object]]
+    call: Callable[[Callable[[], torch.Tensor]], object]
+    large: tuple[int, ...] = ()
 
     def measured(
         self, shape: tuple[int, ...], dtype: str, device: torch.device
@@ -113,8 +120,8 @@ class Operation(NamedTuple):
         """Return (FLOPs, or bytes where there are none; seconds) of a call."""
         n_tensors = min(max(POOL_BYTES // (4 * math.prod(shape)), 2), MOST_TENSORS)
         pool = torch.randn(n_tensors, *shape, device=device).to(getattr(torch, dtype))
-        call, in_turn = self.prepared(pool[0]), itertools.cycle(pool.unbind())
-        works, seconds = _timed(lambda: call(next(in_turn)))
+        in_turn = itertools.cycle(pool.unbind())
+        works, seconds = _timed(partial(self.call, partial(next, in_turn)))
         flops = sum(work.flops for work in works)
         return flops or sum(work.n_bytes for work in works), seconds
 
@@ -129,36 +136,27 @@ def _timed(call: Callable[[], object]) -> tuple[list[Work], float]:
     return works, min(timer.blocked_autorange(min_run_time=SECONDS).times)
 
 
-def _attention(q: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    k = torch.randn_like(q)
-    return lambda v: F.scaled_dot_product_attention(q, k, v)
-
-
-def _update(gradient: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    parts = [torch.nn.Parameter(part.clone()) for part in gradient.flatten().chunk(8)]
-    for part in parts:
-        part.grad = torch.randn_like(part)
-    step = torch.optim.AdamW(parts, fused=True).step
-    return lambda _: step()
+def _update(x: Callable[[], torch.Tensor]) -> None:
+    rates = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+    switches = {"fused": True, "amsgrad": False, "maximize": False}
+    adamw([x()], [x()], [x()], [x()], [], [torch.ones(())], **switches, **rates)
 
 
 SQUARES = [(side, side) for side in (32, 64, 128, 256, 512)]
 MATRICES = [(lines, 128) for lines in (2**5, 2**8, 2**11, 2**14, 2**16)]  # from cache to memory
-LENGTHS = 32, 64, 128, 256
+HEADS = [(1, 16, length, 32) for length in (32, 64, 128, 256)]
 WIDE = 2**16, 1024
 OPERATIONS = {
-    PRODUCT: Operation(SQUARES, (4096, 4096), lambda x: torch.randn_like(x).matmul),
-    BATCHED: Operation(
-        [(16, 32, length) for length in LENGTHS],
-        (192, 64, 1024),
-        lambda x: torch.randn_like(x.mT).contiguous().matmul,
+    PRODUCT: Operation(SQUARES, lambda x: x() @ x(), (4096, 4096)),
+    BATCHED: Operation(HEADS, lambda x: x() @ x().mT),
+    FLASH: Operation(
+        HEADS, lambda x: F.scaled_dot_product_attention(x(), x(), x()), (16, 12, 1024, 64)
     ),
-    FLASH: Operation([(1, 16, length, 32) for length in LENGTHS], (16, 12, 1024, 64), _attention),
-    ELEMENTS: Operation(MATRICES, WIDE, lambda x: torch.randn_like(x).add),
-    FUNCTIONS: Operation(MATRICES, WIDE, lambda _: torch.tanh),
-    ROWS: Operation(MATRICES, WIDE, lambda _: partial(torch.softmax, dim=-1)),
-    RANDOM: Operation(MATRICES, WIDE, lambda _: lambda x: torch.empty_like(x).bernoulli_(0.9)),
-    UPDATE: Operation(MATRICES, WIDE, _update),
+    ELEMENTS: Operation(MATRICES, lambda x: x() + x(), WIDE),
+    FUNCTIONS: Operation(MATRICES, lambda x: torch.tanh(x())),
+    ROWS: Operation(MATRICES, lambda x: torch.softmax(x(), -1), WIDE),
+    RANDOM: Operation(MATRICES, lambda x: torch.empty_like(x()).bernoulli_(0.9)),
+    UPDATE: Operation(MATRICES, _update),
 }
 
 
@@ -167,15 +165,12 @@ OPERATIONS = {
 
 def measure_cpu() -> CpuRates:
     """Measure single operations on this CPU with torch's threads, in a few seconds."""
-    random_state = torch.get_rng_state()
-    try:
-        curves = {}
+    curves = {}
+    with torch.random.fork_rng(devices=[]):  # measuring changes no training
         for kind, operation in OPERATIONS.items():
             for dtype in DTYPES if kind == PRODUCT else (FLOAT32,):
                 curves[f"{kind} {dtype}"] = _curve(operation, dtype)
-        return CpuRates(_call_seconds(), curves)
-    finally:
-        torch.set_rng_state(random_state)  # measuring changes no training
+        return CpuRates(2 * (_call_seconds(),), curves)
 
 
 def _curve(operation: Operation, dtype: str) -> list[tuple[float, float]]:

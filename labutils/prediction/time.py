@@ -38,12 +38,11 @@ from labutils.memory.kinds import (
     ROWS,
 )
 from labutils.memory.ledger import FROZEN, GRADIENTS
-from labutils.prediction.calibrate import EFFICIENT_SHARES, CpuRates, others_compute, rates_of
+from labutils.prediction.calibrate import EFFICIENT_SHARES, others_compute, rates_of
 from labutils.prediction.fusion import OPTIMIZER_PHASE, fuse
 from labutils.prediction.memory import segments_of
 from labutils.prediction.trace import (
     BIRTH,
-    ON_CPU,
     OPERATION,
     Event,
     Segment,
@@ -175,31 +174,14 @@ def _unscaling(trace: Trace) -> Segment:
 
 
 @dataclass(frozen=True)
-class CpuTime:
-    """Seconds of operations on this CPU, from single operations measured on it."""
-
-    rates: CpuRates
-
-    def call_seconds(self, is_compiled: bool) -> float:
-        """Return what it costs to issue an operation."""
-        return self.rates.call_seconds
-
-    def seconds(self, work: Work) -> float:
-        """Return how long one operation computes, without the cost of its call."""
-        return self.rates.seconds(work.kind, work.flops or work.n_bytes, work.dtype)
-
-
-@dataclass(frozen=True)
 class GpuTime:
     """Seconds of operations on a card. `tf32`: products of float32 numbers may round to TF32."""
+
+    call_seconds = CALL_SECONDS, COMPILED_CALL_SECONDS
 
     card: Card
     tf32: bool
     is_compiled: bool
-
-    def call_seconds(self, is_compiled: bool) -> float:
-        """Return what it costs the host to issue an operation."""
-        return COMPILED_CALL_SECONDS if is_compiled else CALL_SECONDS
 
     def seconds(self, work: Work) -> float:
         """Return how long one operation keeps the card busy, its kernel's start included."""
@@ -252,12 +234,11 @@ class Clock:
 
         A GPU of this machine is measured: nothing else says how fast it is.
         """
-        self.fused = fused
-        self.is_cpu, is_compiled = card.gpu is None, fused is not None
-        if not self.is_cpu and card.speed is None:
-            card = replace(card, speed=rates_of(torch.device("cuda")))
-        self.card = card
-        self.time = CpuTime(rates_of(ON_CPU)) if self.is_cpu else GpuTime(card, tf32, is_compiled)
+        self.fused, self.is_compiled = fused or {}, fused is not None
+        if card.speed is None:
+            card = replace(card, speed=rates_of(torch.device(card.device_type)))
+        self.card, self.is_cpu = card, card.gpu is None
+        self.time = card.speed if self.is_cpu else GpuTime(card, tf32, self.is_compiled)
         self.host = self.device = 0.0  # seconds since the step began
         self.busy = dict.fromkeys(SHARES[:3], 0.0)
         self.phases: Counter[str] = Counter()
@@ -273,33 +254,32 @@ class Clock:
             self.phases[segment.phase] = self.phases[segment.phase] + self.device - begun
 
     def _operation(self, work: Work, phase: str) -> None:
-        is_compiled = self.fused is not None and phase != OPTIMIZER_PHASE
-        if is_compiled:
-            left = self.fused.get(work, work)
-            # a compiler spares traffic; what takes a CPU time for its arithmetic goes on taking it
-            spares = not self.is_cpu or work.kind == ELEMENTS
-            work = left if spares else replace(left, n_bytes=work.n_bytes)
-        seconds = self.time.seconds(work)
-        self.host += work.calls * self.time.call_seconds(is_compiled)
+        left = self.fused.get(work, work)
+        if self.is_cpu and work.kind != ELEMENTS:
+            # a compiler spares traffic; what takes time for its arithmetic goes on taking it
+            left = replace(left, n_bytes=work.n_bytes)
+        seconds = self.time.seconds(left)
+        is_compiled = self.is_compiled and phase != OPTIMIZER_PHASE
+        self.host += left.calls * self.time.call_seconds[is_compiled]
         self.device = max(self.device, self.host) + seconds
         if self.is_cpu:
             self.host = self.device  # it is its own host
         self.busy[SHARE_OF.get(work.kind, MEMORY)] += seconds
-        gflop, gbyte = work.flops / 1e9, work.n_bytes / 1e9
+        gflop, gbyte = left.flops / 1e9, left.n_bytes / 1e9
         self.operations[work.kind].update(operations=1, ms=1e3 * seconds, gflop=gflop, gbyte=gbyte)
 
     def ledger(self, n_tokens: int, *, is_small: bool) -> TimeLedger:
         """Return what was counted, with a band. `is_small`: a batch of one sequence."""
-        step = self.device
-        shares = {name: seconds / step for name, seconds in self.busy.items()}
+        step_ms = 1e3 * self.device
+        shares = {name: seconds / self.device for name, seconds in self.busy.items()}
         shares[LAUNCHES] = 1 - sum(shares.values())
         is_bound = not self.is_cpu and shares[LAUNCHES] > LAUNCH_BOUND
         (below, above), why = self._band(is_bound, is_small)
         return TimeLedger(
-            step_ms=1e3 * step,
-            low_ms=1e3 * step * (1 - below),
-            high_ms=1e3 * step * (1 + above),
-            tokens_per_s=n_tokens / step,
+            step_ms=step_ms,
+            low_ms=step_ms * (1 - below),
+            high_ms=step_ms * (1 + above),
+            tokens_per_s=n_tokens / self.device,
             shares=shares,
             launch_bound=is_bound,
             phases_ms={phase: 1e3 * seconds for phase, seconds in self.phases.items()},
@@ -309,10 +289,9 @@ class Clock:
         )
 
     def _band(self, is_bound: bool, is_small: bool) -> tuple[tuple[float, float], str]:
-        is_compiled = self.fused is not None
         if self.is_cpu and others_compute():
             return UNKNOWN_BAND, "not known: other programs compute on this machine's CPUs"
-        if self.is_cpu and is_compiled:
+        if self.is_cpu and self.is_compiled:
             return COMPILED_CPU_BAND, "compiled on a CPU: only eager operations were measured here"
         if self.is_cpu:
             return CPU_BAND, "from operations measured here; steps took 0.57 to 1.3 times as long"
@@ -322,6 +301,6 @@ class Clock:
             return WIDE_BAND, "the card waits for its host, and hosts differ by a factor of two"
         if is_small:
             return WIDE_BAND, "one sequence at a time: small operations, and the host matters"
-        if is_compiled:
+        if self.is_compiled:
             return COMPILED_BAND, "compiled, published steps took 0.85 to 1.47 times as long"
         return EAGER_BAND, "published steps took 0.86 to 1.2 times as long"

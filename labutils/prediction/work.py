@@ -63,29 +63,29 @@ def work_of(
     given = {part.name: value for part, value in zip(parameters, args, strict=False)} | kwargs
     in_place = [part.name for part in parameters if part.alias_info and part.alias_info.is_write]
     changed = _tensors([given.get(name) for name in in_place])
-    known = {tensor.untyped_storage()._cdata for tensor in inputs}
-    fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+    known = {storage_of(tensor) for tensor in inputs}
+    fresh = [tensor for tensor in outputs if storage_of(tensor) not in known]
     name = str(operation).removeprefix("aten.").partition(".")[0]
     if not changed and (not fresh or name.startswith(("empty", "new_empty"))):
         return None
-    lists = [argument for argument in args if isinstance(argument, (list, tuple))]
     reads = _accesses(_read(name, inputs, outputs), storage_of)
     writes = _accesses([*fresh, *changed] if changed else outputs, storage_of)
+    lists = [_tensors(argument) for argument in args if isinstance(argument, (list, tuple))]
+    multiplied = given.get("query", inputs[-1] if inputs else None)
+    formula = flop_registry.get(operation.overloadpacket)
     work = Work(
         kind=kind_of(name),
-        n_bytes=sum(n for _, n in reads + writes),
-        dtype=_dtype(inputs[-1]) if inputs else "float32",
+        n_bytes=sum(n_bytes for _, n_bytes in reads + writes),
+        dtype=str(getattr(multiplied, "dtype", torch.float32)).removeprefix("torch."),
+        flops=int(formula(*args, **kwargs, out_val=out)) if formula else 0,
+        calls=1 + max(map(len, lists), default=0) / TENSORS_PER_LAUNCH,
         is_backward="backward" in name,
         has_16bit=any(tensor.dtype in SIXTEEN_BIT for tensor in (*inputs, *outputs)),
-        calls=1 + max((len(_tensors(parts)) for parts in lists), default=0) / TENSORS_PER_LAUNCH,
         reads=reads,
         writes=writes,
     )
-    formula = flop_registry.get(operation.overloadpacket)
-    if formula:
-        work.flops = int(formula(*args, **kwargs, out_val=out))
     if work.kind in ATTENTION_KINDS:
-        _describe_attention(work, given)
+        work.flops = _attention_flops(work, given)
     elif formula:
         *batch, rows, columns = outputs[0].shape
         work.kind = BATCHED if batch else PRODUCT
@@ -95,10 +95,6 @@ def work_of(
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _read(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,21 +113,19 @@ def _accesses(tensors: list[torch.Tensor], storage_of: Any) -> list[tuple[Any, i
     accesses = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        n_bytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+        n_bytes = min(tensor.nbytes, storage.nbytes())
         place = storage._cdata, tensor.storage_offset()
         if place not in accesses or accesses[place][1] < n_bytes:
             accesses[place] = storage_of(tensor), n_bytes
     return list(accesses.values())
 
 
-def _describe_attention(work: Work, given: dict[str, Any]) -> None:
-    """Say how much it is. Of causal attention half is computed, and the diagonal's tiles."""
-    query = given["query"]
-    batch, heads, n_queries, width = query.shape
-    n_keys = given["key"].shape[-2]
-    if not work.flops:  # the CPU's kernel has no formula
+def _attention_flops(work: Work, given: dict[str, Any]) -> int:
+    """Return its FLOPs. Of causal attention half is computed, and the diagonal's tiles."""
+    flops, n_keys = work.flops, given["key"].shape[-2]
+    if not flops:  # the CPU's kernel has no formula
         products = 5 if work.is_backward else 2
-        work.flops = products * 2 * batch * heads * n_queries * n_keys * width
+        flops = products * 2 * given["query"].numel() * n_keys
     if given.get("is_causal") and n_keys > 2 * DIAGONAL:
-        work.flops = int(work.flops * (0.5 + DIAGONAL / n_keys))
-    work.dtype = _dtype(query)
+        flops = int(flops * (0.5 + DIAGONAL / n_keys))
+    return flops

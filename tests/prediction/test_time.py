@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import labutils as lab
@@ -108,23 +107,20 @@ def test_a_side_of_odd_length_costs_tensor_cores_their_rate(times, card, columns
     assert slowed == pytest.approx(times, rel=0.02)
 
 
-def test_bytes_take_their_time_where_they_are_more_than_the_arithmetic():
-    speed = CARDS["a100"].speed
-    moved = seconds(Work("elementwise", n_bytes=10**9))
-    assert moved == pytest.approx(1 / (speed.elements * speed.gb_per_s) + KERNEL_SECONDS)
-
-
-def test_torch_moves_16_bit_numbers_slower_on_an_a100():
+def test_bytes_take_their_time_and_16_bit_numbers_more_of_it_on_an_a100():
     narrow, wide = (Work("elementwise", 10**9, has_16bit=is_narrow) for is_narrow in (True, False))
-    slowed = {card: seconds(narrow, card) / seconds(wide, card) for card in ("a100", "h100")}
-    assert slowed == pytest.approx({"a100": 1 / 0.82, "h100": 1}, rel=0.01)
+    speed = CARDS["a100"].speed
+    moved = 1 / (speed.elements * speed.gb_per_s)
+    assert seconds(wide) == pytest.approx(moved + KERNEL_SECONDS)
+    assert seconds(narrow) == pytest.approx(moved / 0.82, rel=0.01)
+    assert seconds(narrow, "h100") == seconds(wide, "h100")
     x = torch.zeros(4, 1024)
     trace = trace_of(nn.Linear(1024, 8), x, lambda model, x: (model(x + x) * 2).sum(), "bf16")
     # the batch moves, x + x; then two casts, the bias's cast, the product, and its double
     assert [work.has_16bit for work in works_of(trace)][:7] == 2 * [False] + 5 * [True]
 
 
-def test_shares_phases_and_band_belong_to_the_step(capsys):
+def test_shares_and_phases_belong_to_the_step(capsys):
     assert main(["predict", "fp16", "--device", "t4", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert set(facts["shares"]) == {PRODUCTS, "attention", MEMORY, LAUNCHES}
@@ -132,12 +128,8 @@ def test_shares_phases_and_band_belong_to_the_step(capsys):
     # with the gradients' unscaling, which is part of the optimizer phase
     assert sum(facts["phases_ms"].values()) == pytest.approx(facts["step_ms"])
     assert facts["tokens_per_s"] == pytest.approx(4096e3 / facts["step_ms"])
-    assert facts["launch_bound"] is False
-    assert main(["predict", "fp16", "--device", "t4"]) == 0
-    assert "tokens per second" in capsys.readouterr().out
     fp32 = predict_time(lab.load_config("fp32"), "t4")
     assert 2 < fp32.step_ms / facts["step_ms"] < 65 / 8.1
-    assert fp32.shares[PRODUCTS] > facts["shares"][PRODUCTS]
     assert fp32.shares[MEMORY] < facts["shares"][MEMORY]
 
 
@@ -197,61 +189,50 @@ def test_published_steps_are_met_by_a_ledger_that_does_not_know_them():
     assert (known.lowest < 0).all() and (known.highest > 0).all()
     sources = by_group(table, "source")
     assert (sources.covered * sources.steps).sum() / sources.steps.sum() >= 80
-    neusight = table[table.source == "S"]
-    assert neusight.error.abs().median() < neusight.roofline.abs().median()
 
 
 def test_any_module_has_a_time():
-    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 8))
-    batch = torch.zeros(4096, 256), torch.zeros(4096, dtype=torch.int64)
-    ledger = lab.predict_module_time(
-        model,
-        batch,
-        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        torch.optim.AdamW,
-        device="t4",
-    )
-    products = 6 * 4096 * (256 * 1024 + 1024 * 8)
-    inputs_need_no_gradient = 2 * 4096 * 256 * 1024
-    counted = 1e9 * ledger.operations[PRODUCT]["gflop"]
-    assert counted == products - inputs_need_no_gradient
+    step = nn.Linear(256, 1024), torch.zeros(4096, 256), lambda model, x: model(x).sum()
+    ledger = lab.predict_module_time(*step, torch.optim.AdamW, device="t4")
+    products = 2 * (2 * 4096 * 256 * 1024)  # inputs need no gradient
+    assert 1e9 * ledger.operations[PRODUCT]["gflop"] == products
     assert ledger.step_ms > 0
 
 
 def test_a_measured_rate_is_interpolated_and_kept_beyond_the_ends():
-    rates = CpuRates(1e-6, {"product float32": [(100.0, 1.0), (10000.0, 10.0)]})
-    assert [rates.seconds(PRODUCT, work, "int8") for work in (0, 10, 1000, 10**6)] == pytest.approx(
-        [0, 0.1, 1000 / 550, 1000]
-    )
+    rates = CpuRates((0.0, 0.0), {"product float32": [(100.0, 1.0), (10000.0, 10.0)]})
+    works = [Work(PRODUCT, 0, "int8", flops) for flops in (0, 10, 1000, 10**6)]
+    assert list(map(rates.seconds, works)) == pytest.approx([0, 0.1, 1000 / 550, 1000])
 
 
-def test_this_cpu_is_measured_once_and_read_again(tmp_path, monkeypatch):
-    """Beside other programs nothing is kept, and a prediction says that it does not know."""
+def test_measured_operations_have_the_work_of_predicted_ones():
+    curves = calibrate.measure_cpu().curves
+    smallest = {kind: curve[0][0] for kind, curve in curves.items()}
+    n = 2**12  # numbers of the smallest matrix
+    expected = {"product float16": 2 * 32**3, "elementwise float32": 12 * n}
+    expected |= {"flash attention float32": 4 * 16 * 32**3, "norm or softmax float32": 8 * n}
+    assert expected.items() <= smallest.items()
+
+
+@pytest.mark.parametrize("busy_cpus", [1, 2])
+def test_a_cpu_is_measured_once_but_again_if_others_computed_on_it(
+    busy_cpus, tmp_path, monkeypatch
+):
+    """Of two CPUs torch has one here. Beside other programs a prediction knows no band."""
+    curves = {f"{kind} float32": [(1.0, 1e-9)] for kind in calibrate.OPERATIONS}
+    measured = iter([CpuRates((1e-5, 1e-5), curves), CpuRates((2e-5, 2e-5), curves)])
+    monkeypatch.setattr(calibrate, "measure_cpu", lambda: next(measured))
     monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path))
-    measured = []
-    measure = calibrate.measure_cpu
-    monkeypatch.setattr(
-        calibrate, "measure_cpu", lambda: measured.append(measure()) or measured[-1]
-    )
-    fp32 = lab.load_config("fp32")
-    for busy, n_measured, why in (
-        (2.0, 1, "not known"),
-        (0.1, 2, "measured"),
-        (0.1, 2, "measured"),
-    ):
-        monkeypatch.setattr(machine, "busy_cpus", lambda busy=busy: busy)
-        monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 2)
-        calibrate.others_compute.cache_clear()
-        calibrate._rates.cache_clear()  # another process
-        ledger = predict_time(fp32, "cpu")
-        assert len(measured) == n_measured and why in ledger.why_band
-        assert (ledger.high_ms == math.inf) == (why == "not known")
+    monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(machine, "busy_cpus", lambda: busy_cpus)
     calibrate.others_compute.cache_clear()
-    assert calibrate.rates_of(torch.device("cpu")) == measured[-1]
-    assert ledger.shares[PRODUCTS] > 0.05
-    assert ledger.method == "predicted for cpu"
-    (file,) = (tmp_path / "calibration").glob("*.json")
-    file.write_text("{}")  # of another version: measured again
+    ledgers = []
+    for _process in range(2):
+        calibrate._rates.cache_clear()
+        ledgers.append(predict_time(lab.load_config("fp32"), "cpu"))
+    calibrate.others_compute.cache_clear()
     calibrate._rates.cache_clear()
-    calibrate.rates_of(torch.device("cpu"))
-    assert len(measured) == 3
+    assert (ledgers[0] == ledgers[1]) == (busy_cpus == 1)
+    assert ("not known" in ledgers[0].why_band) == (ledgers[0].high_ms == math.inf)
+    assert (ledgers[0].low_ms == 0) == (busy_cpus == 2)

@@ -34,35 +34,23 @@ def uncalibrated(card: Card) -> Card:
     return replace(card, speed=Speed(card.speed.tflops, card.speed.gb_per_s, {}))
 
 
-def datasheet_only(card: Card) -> Card:
-    """Return a card that reaches its datasheet's peaks: what a plain roofline assumes."""
-    speed = card.speed
-    ideal = Speed(speed.tflops, speed.gb_per_s, speed.tflops, 1.0, 1.0, unaligned=1.0, layers=1.0)
-    return replace(card, speed=ideal)
-
-
 def scored(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the errors in % by the id of published rows, and whether the step lies in its band.
 
-    `error` is of the prediction, `uncalibrated` without what was measured on the card, `roofline`
-    at its datasheet's peaks. `width` is half the band, in % of the prediction.
+    `error` is of the prediction, `uncalibrated` without what was measured on the card. `width` is
+    half the band, in % of the prediction.
     """
     scores = {}
     for row in rows.itertuples():
         config, card = config_of_row(row.config), CARDS[row.card]
-        score = {"card": row.card, "source": row.id[0], "compiled": config.compile != "off"}
-        for name, known in {
-            "error": card,
-            "uncalibrated": uncalibrated(card),
-            "roofline": datasheet_only(card),
-        }.items():
+        score = {"card": row.card, "source": row.id[0]}
+        for name, known in {"error": card, "uncalibrated": uncalibrated(card)}.items():
             ledger = predict_time(config, known)
             ms = predicted_ms(row, ledger, known, config.grad_accum_steps)
-            score[name] = 100 * (ms / row.ms - 1)
             low, high = ledger.low_ms / ledger.step_ms, ledger.high_ms / ledger.step_ms
-            if name != "roofline":
-                score[f"{name} inside"] = low * ms <= row.ms <= high * ms
-                score[f"{name} width"] = 50 * (high - low)
+            score[name] = 100 * (ms / row.ms - 1)
+            score[f"{name} inside"] = low * ms <= row.ms <= high * ms
+            score[f"{name} width"] = 50 * (high - low)
         scores[row.id] = score
     return pd.DataFrame.from_dict(scores, orient="index")
 
@@ -73,17 +61,17 @@ def by_group(table: pd.DataFrame, column: str, error: str = "error") -> pd.DataF
     `covered` is the share of the steps, in %, that a band holds which was drawn around all others:
     from the 5 % to the 95 % quantile of measured by predicted.
     """
+    ratios = 1 / (1 + table[error] / 100)
     groups = {}
-    for name, group in table.groupby(column):
-        others = 1 / (1 + table.loc[table.index.difference(group.index), error] / 100)
-        ratio = 1 / (1 + group[error] / 100)
+    for name, own in ratios.groupby(table[column]):
+        errors, others = table.loc[own.index, error], ratios.drop(own.index)
         groups[name] = {
-            "steps": len(group),
-            "median": group[error].abs().median(),
-            "bias": group[error].mean(),
-            "lowest": group[error].min(),
-            "highest": group[error].max(),
-            "covered": 100 * ratio.between(*others.quantile([0.05, 0.95])).mean(),
+            "steps": len(own),
+            "median": errors.abs().median(),
+            "bias": errors.mean(),
+            "lowest": errors.min(),
+            "highest": errors.max(),
+            "covered": 100 * own.between(*others.quantile([0.05, 0.95])).mean(),
         }
     return pd.DataFrame.from_dict(groups, orient="index").round(1)
 
