@@ -312,7 +312,8 @@ def _print_prediction(config: Config, card: Card, budget_gib: float | None, as_j
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
         facts |= {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase}
         facts |= {"fits": fits, "needed_gib": needed, "budget_gib": budget_gib}
-        facts |= time.model_dump(exclude={"method", "why_band"})
+        # where the band is not known, Infinity is no JSON
+        facts |= json.loads(time.model_dump_json(exclude={"method", "why_band"}))
         facts |= {"device": card.name, "note": note}
         if plan:
             keys = "changes", "costs", "step_ms", "time_cost", "needed_gib"

@@ -87,7 +87,8 @@ EAGER_BAND, COMPILED_BAND = (0.20, 0.25), (0.20, 0.40)
 # card. A call takes the hosts of others 7 to 20 µs; 12 are assumed.
 WIDE_BAND = 0.40, 0.60
 # In the course's own notebooks half of the steps on a CPU lay outside ±25 %: they took 0.57 to 1.3
-# times as long as predicted.
+# times as long as predicted. Beside other programs nothing is known: what was measured on two
+# threads of a busy machine predicted up to 25 times what steps took.
 CPU_BAND, COMPILED_CPU_BAND = (0.50, 0.50), (0.50, 1.00)
 UNKNOWN_BAND = 1.0, math.inf
 # More of the step than this is waiting for the host: hosts differ by a factor of two.
@@ -122,7 +123,8 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
 
     `device` as for `predict_memory`. For this machine's CPU or GPU single operations are measured
     once (`prediction.calibrate`); for another card they are published measurements. Not predicted:
-    clocks lowered for heat or power, loading data, other hosts, other versions of torch.
+    clocks lowered for heat or power, loading data, other hosts, other versions of torch. While
+    other programs use this CPU the band is from 0 to infinity, and nothing measured is kept.
     Raises ConfigError if the config cannot run there, and PrecisionUnsupported if the device lacks
     what it asks for.
 

@@ -59,6 +59,8 @@ def test_an_operation_reads_and_writes_each_tensor_once_and_a_view_nothing():
         2 * out,  # nothing for the view
         out + 4,
     ]
+    moments = 2 * 4 * (1024 * 8 + 8)
+    assert sum(work.n_bytes for work in works_of(trace) if work.only_once) == moments
 
 
 def test_a_fused_chain_reads_what_comes_from_outside_and_writes_what_is_needed():
@@ -125,12 +127,13 @@ def test_shares_and_phases_belong_to_the_step(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert set(facts["shares"]) == {PRODUCTS, "attention", MEMORY, LAUNCHES}
     assert sum(facts["shares"].values()) == pytest.approx(1)
-    # with the gradients' unscaling, which is part of the optimizer phase
     assert sum(facts["phases_ms"].values()) == pytest.approx(facts["step_ms"])
     assert facts["tokens_per_s"] == pytest.approx(4096e3 / facts["step_ms"])
     fp32 = predict_time(lab.load_config("fp32"), "t4")
     assert 2 < fp32.step_ms / facts["step_ms"] < 65 / 8.1
     assert fp32.shares[MEMORY] < facts["shares"][MEMORY]
+    # a scaler divides the gradients
+    assert facts["phases_ms"]["optimizer"] > 1.1 * fp32.phases_ms["optimizer"]
 
 
 @pytest.mark.parametrize(
