@@ -191,7 +191,8 @@ def test_all_commands_are_listed_and_doctor_times_every_notebook(capsys):
         assert all(re.search(rf"{path.stem} \d", printed) for path in notebooks)
 
 
-def test_a_prediction_as_json_has_bytes_and_times(capsys):
+def test_a_prediction_as_json_has_bytes_and_times(capsys, monkeypatch):
+    monkeypatch.setattr("labutils.prediction.time.others_compute", lambda: False)
     assert main(["predict", "fp32", "--device", "cpu", "--gpu-memory-gib", "8", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"] is True and facts["needed_gib"] < facts["budget_gib"] == 8

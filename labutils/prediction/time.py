@@ -2,12 +2,13 @@
 
 The traced step (`prediction.trace`) is run on two clocks. The host issues one operation after the
 other. The device computes each as soon as it is issued and the one before is done; how long that
-takes is the answer of `GpuTime`, or of `CpuTime`.
+takes is the answer of `GpuTime`, or of `CpuRates`.
 
 What a card reaches was measured on single operations; `config.cards` names the sources. The
 constants below are estimates from the sources named beside them. None was fitted to whole steps.
-But two facts were looked for because whole steps were slower than predicted, and then taken from
-measurements of single products: `layers` and `unaligned` of `config.card.Speed`.
+But three facts were looked for because whole steps were slower than predicted, and then taken from
+measurements of single products: `layers` and `unaligned` of `config.card.Speed`, and what an L4
+sustains.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
     Raises ConfigError if the config cannot run there, and PrecisionUnsupported if the device lacks
     what it asks for.
 
-    The error on the 70 steps of `lab.published()`, to which no constant was fitted: 7 % in the
+    The error on the 70 steps of `lab.published()`, to which no constant was fitted: 6 % in the
     median, -1 % in the mean, from 32 % too fast to 17 % too slow; 69 lie in the band. Without what
     was measured on their card: 11 % in the median, from 36 % too fast to 53 % too slow.
     """
