@@ -1,6 +1,5 @@
 """The time ledger: what it counts, its bands, and how near it comes to what others measured."""
 
-import json
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import labutils as lab
 from labutils import machine
-from labutils.cli import main
 from labutils.config.card import CARDS
 from labutils.prediction import calibrate
 from labutils.prediction.calibrate import CpuRates
@@ -122,18 +120,16 @@ def test_bytes_take_their_time_and_16_bit_numbers_more_of_it_on_an_a100():
     assert [work.has_16bit for work in works_of(trace)][:7] == 2 * [False] + 5 * [True]
 
 
-def test_shares_and_phases_belong_to_the_step(capsys):
-    assert main(["predict", "fp16", "--device", "t4", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert set(facts["shares"]) == {PRODUCTS, "attention", MEMORY, LAUNCHES}
-    assert sum(facts["shares"].values()) == pytest.approx(1)
-    assert sum(facts["phases_ms"].values()) == pytest.approx(facts["step_ms"])
-    assert facts["tokens_per_s"] == pytest.approx(4096e3 / facts["step_ms"])
-    fp32 = predict_time(lab.load_config("fp32"), "t4")
-    assert 2 < fp32.step_ms / facts["step_ms"] < 65 / 8.1
-    assert fp32.shares[MEMORY] < facts["shares"][MEMORY]
+def test_shares_and_phases_belong_to_the_step():
+    fp32, fp16 = (predict_time(lab.load_config(name), "t4") for name in ("fp32", "fp16"))
+    assert set(fp16.shares) == {PRODUCTS, "attention", MEMORY, LAUNCHES}
+    assert sum(fp16.shares.values()) == pytest.approx(1)
+    assert sum(fp16.phases_ms.values()) == pytest.approx(fp16.step_ms)
+    assert fp16.tokens_per_s == pytest.approx(4096e3 / fp16.step_ms)
+    assert 2 < fp32.step_ms / fp16.step_ms < 65 / 8.1
+    assert fp32.shares[MEMORY] < fp16.shares[MEMORY]
     # a scaler divides the gradients
-    assert facts["phases_ms"]["optimizer"] > 1.1 * fp32.phases_ms["optimizer"]
+    assert fp16.phases_ms["optimizer"] > 1.1 * fp32.phases_ms["optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -229,13 +225,13 @@ def test_a_cpu_is_measured_once_but_again_if_others_computed_on_it(
     monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(machine, "busy_cpus", lambda: busy_cpus)
-    calibrate.others_compute.cache_clear()
     ledgers = []
     for _process in range(2):
+        calibrate.others_compute.cache_clear()
         calibrate._rates.cache_clear()
         ledgers.append(predict_time(lab.load_config("fp32"), "cpu"))
     calibrate.others_compute.cache_clear()
     calibrate._rates.cache_clear()
     assert (ledgers[0] == ledgers[1]) == (busy_cpus == 1)
-    assert ("not known" in ledgers[0].why_band) == (ledgers[0].high_ms == math.inf)
-    assert (ledgers[0].low_ms == 0) == (busy_cpus == 2)
+    knows = "not known" not in ledgers[0].why_band
+    assert knows == (ledgers[0].high_ms < math.inf) == (ledgers[0].low_ms > 0) == (busy_cpus == 1)

@@ -78,6 +78,6 @@ def by_group(table: pd.DataFrame, column: str, error: str = "error") -> pd.DataF
 
 if __name__ == "__main__":
     table = scored(published())
-    print(table.round(1).to_string(), table.describe().round(1).to_string(), sep="\n")
+    print(table.round(1).to_string())
     for error in ("error", "uncalibrated"):
         print(error, by_group(table, "card", error), by_group(table, "source", error), sep="\n")
