@@ -34,6 +34,7 @@ from labutils.prediction.work import Work
 from labutils.techniques.precision import tf32
 
 SECONDS = 0.02  # for each measurement; the fastest calls in it count
+TOO_SLOW = 0.05  # seconds of a call: larger ones of its kind are not measured
 # Operands are taken in turn from so many bytes of tensors: in a step, caches hold others too.
 POOL_BYTES, MOST_TENSORS = 32 * 2**20, 512
 # The kernel for older cards beside flash attention, forward and backward: measured on one card
@@ -163,17 +164,22 @@ OPERATIONS = {
 
 
 def measure_cpu() -> CpuRates:
-    """Measure single operations on this CPU with torch's threads.
-
-    It takes some seconds; where 16 bits are slow perhaps half a minute.
-    """
-    cpu, curves = torch.device("cpu"), {}
+    """Measure single operations on this CPU with torch's threads, in a few seconds."""
+    curves = {}
     with torch.random.fork_rng(devices=[]):  # measuring changes no training
         for kind, operation in OPERATIONS.items():
             for dtype in DTYPES if kind == PRODUCT else (FLOAT32,):
-                points = [operation.measured(shape, dtype, cpu) for shape in operation.shapes]
-                curves[f"{kind} {dtype}"] = points
+                curves[f"{kind} {dtype}"] = _curve(operation, dtype)
         return CpuRates(2 * (_call_seconds(),), curves)
+
+
+def _curve(operation: Operation, dtype: str) -> list[tuple[float, float]]:
+    curve = []
+    for shape in operation.shapes:
+        curve.append(operation.measured(shape, dtype, torch.device("cpu")))
+        if curve[-1][1] > TOO_SLOW:
+            break
+    return curve
 
 
 def _call_seconds() -> float:
