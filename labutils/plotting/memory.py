@@ -22,7 +22,7 @@ def stacked_memory(
 ) -> Axes:
     """Draw {label: {category: bytes}} as stacked bars, in MiB.
 
-    A category without bytes is left out, and the legend names what can be seen: 1/200 of the
+    A category without bytes is left out, and the legend names what can be seen: 1/400 of the
     longest bar. `marks` are {label: bytes} drawn as lines across the bars, for example a guess;
     None is left out. `xlabel` says of which instant the bytes are.
     """
@@ -36,7 +36,7 @@ def stacked_memory(
             if n_bytes:
                 _bar(ax, row, left, n_bytes / MIB, category)
                 left += n_bytes / MIB
-            if n_bytes > longest / 200:
+            if n_bytes > longest / 400:
                 in_legend.add(category)
         n_digits = 0 if left >= 100 else 1
         ax.text(left, row, f" {left:,.{n_digits}f}", va="center", bbox=over_marks, zorder=3)
