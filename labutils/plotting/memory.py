@@ -22,17 +22,24 @@ def stacked_memory(
 ) -> Axes:
     """Draw {label: {category: bytes}} as stacked bars, in MiB.
 
-    A category without bytes is left out. `marks` are {label: bytes} drawn as lines across the bars,
-    for example a guess; None is left out. `xlabel` says of which instant the bytes are.
+    A category without bytes is left out, and the legend names what can be seen: 1/400 of the
+    longest bar. `marks` are {label: bytes} drawn as lines across the bars, for example a guess;
+    None is left out. `xlabel` says of which instant the bytes are.
     """
     ax = new_axis(ax, 8, 0.45 * len(peaks) + 1.9)
+    in_legend = set(marks or {})
+    longest = max((sum(parts.values()) for parts in peaks.values()), default=0)
+    over_marks = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for row, parts in enumerate(peaks.values()):
         left = 0.0
         for category, n_bytes in parts.items():
             if n_bytes:
                 _bar(ax, row, left, n_bytes / MIB, category)
                 left += n_bytes / MIB
-        ax.text(left, row, f" {left:,.1f}", va="center")
+            if n_bytes > longest / 400:
+                in_legend.add(category)
+        n_digits = 0 if left >= 100 else 1
+        ax.text(left, row, f" {left:,.{n_digits}f}", va="center", bbox=over_marks, zorder=3)
     for label, n_bytes in (marks or {}).items():
         if n_bytes is not None:
             ax.axvline(n_bytes / MIB, color=BLACK, ls="--", lw=2, label=label)
@@ -41,7 +48,8 @@ def stacked_memory(
     ax.margins(x=0.14)
     ax.set_xlabel(xlabel)
     handles, labels = ax.get_legend_handles_labels()
-    each_once = dict(zip(labels, handles, strict=True))
+    all_handles = dict(zip(labels, handles, strict=True))
+    each_once = {label: all_handles[label] for label in all_handles if label in in_legend}
     ax.legend(
         each_once.values(),
         each_once,
