@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pandas as pd
 import pytest
 
 import labutils as lab
@@ -69,10 +68,10 @@ def test_the_command_writes_what_can_be_read_again(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "LEARNING_RATES", (1e-3, 2e-3))
     sizes = ["--seeds", "1", "--tokens", "2048", "--every-tokens", "1024"]
     records.main(["convergence", "rates", *sizes, "--to", str(tmp_path)])
-    made = lab.read_record(tmp_path / "convergence.csv")
+    made = lab.read_record("convergence", tmp_path)
     assert set(made.tokens) == {1024, 2048} and set(made.arm) == set(convergence.ARMS)
     assert made.attrs.keys() >= FACTS | {"rule", "held-out text"}
-    made = lab.read_record(tmp_path / "convergence_rates.csv")
+    made = lab.read_record("convergence_rates", tmp_path)
     for _, rows in made.groupby(["sequences", "tokens"]):
         assert tuple(rows.learning_rate) == records.LEARNING_RATES
         assert rows.held_out_loss.nunique() == len(rows)  # the rate was used
@@ -84,13 +83,6 @@ def test_the_shipped_rates_say_why_the_small_batch_has_its_rate():
     assert set(ends.learning_rate) == set(records.LEARNING_RATES)
     for _, rows in ends.groupby("tokens"):
         assert rows.loc[rows.held_out_loss.idxmin()].learning_rate == convergence.ARMS["batch_8"][2]
-
-
-def test_seeds_are_paired_whatever_the_order_of_the_rows():
-    rows = [("batch_8", 1, 5.0), ("batch_8", 0, 6.0), ("batch_16", 0, 6.5), ("batch_16", 1, 5.25)]
-    rows += [(arm, seed, 4.0) for arm in ("batch_32", "batch_32_at_once") for seed in (0, 1)]
-    record = pd.DataFrame(rows, columns=["arm", "seed", "held_out_loss"]).assign(tokens=8)
-    assert convergence.against(record, "batch_16", 8).mean == 0.375
 
 
 # ---- Stability
@@ -122,14 +114,14 @@ def test_the_record_of_stability_continues_where_it_was_stopped(runs, tmp_path, 
     monkeypatch.setattr(records, "RATES", {"usual": 1e-3})
     options = ["stability", "--seeds", "2", "--steps", "8", "--to", str(tmp_path)]
     records.main(options)
-    made = lab.read_record(tmp_path / "stability.csv")
+    made = lab.read_record("stability", tmp_path)
     assert made.attrs.keys() >= FACTS | {"rates"}
     assert made.arm.tolist() == [*arms, *arms] and made.seed.tolist() == [0, 0, 1, 1]
     losses = made.groupby("arm").loss.mean()
     assert losses["fp32"] != losses[records.PURE_FP16]
     monkeypatch.setattr(records, "train", None)  # nothing is trained twice
     records.main(options)
-    assert made.equals(lab.read_record(tmp_path / "stability.csv"))
+    assert made.equals(lab.read_record("stability", tmp_path))
 
 
 def test_the_shipped_record_says_what_the_notebook_says_of_it():
