@@ -24,7 +24,7 @@ class Saver:
 
     That is: parameters, optimizer, loss scale, random numbers, and the series so far. The number
     of steps done is also the position in the data, which come in the same order in every run. A
-    state is written every `every` steps (0: never).
+    state is written every `every` steps, and at a stop (0: never).
     """
 
     def __init__(self, name: str, every: int) -> None:
@@ -54,20 +54,16 @@ class Saver:
                 "Put that back, or train from the beginning without --resume"
             )
 
-    def restore(self, parts: dict[str, Any]) -> int:
-        """Put the state that was read into the parts that `save` gets; return its steps."""
-        if self.state:
-            for key, part in parts.items():
-                part.load_state_dict(self.state[key])
-            torch.set_rng_state(self.state["random"])
-            if self.state["random_cuda"] is not None:
-                torch.cuda.set_rng_state(self.state["random_cuda"])
-            self.state = {}
-        return self.done
-
-    def due(self, done: int, stops: bool) -> bool:
-        """Whether the state after `done` steps is to be saved: every so often, and at a stop."""
-        return self.every > 0 and (stops or done % self.every == 0)
+    def restore(self, parts: dict[str, Any]) -> None:
+        """Put the state that was read, if there is one, into the parts that `save` gets."""
+        if not self.state:
+            return
+        for key, part in parts.items():
+            part.load_state_dict(self.state[key])
+        torch.set_rng_state(self.state["random"])
+        if self.state["random_cuda"] is not None:
+            torch.cuda.set_rng_state(self.state["random_cuda"])
+        self.state = {}
 
     def save(self, parts: dict[str, Any], done: int) -> None:
         """Save the state after `done` steps. On a full disk the older one stays, and the run."""

@@ -353,7 +353,6 @@ def _train_and_measure(
             eval_every=config.eval_every,
             saver=saver,
             series=record.series,
-            name=config.name,
             progress=progress,
             **options,
         )

@@ -57,7 +57,6 @@ def train(
     eval_every: int = 0,
     saver: Saver | None = None,
     series: Series | None = None,
-    name: str = "run",
     progress: bool = True,
 ) -> Series:
     """Train `model` for `steps` optimizer steps on its own device; return what each step gave.
@@ -89,10 +88,11 @@ def train(
     series = series or Series()
     log = StepLog(series, device)
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "log": log}
-    saver = saver or Saver(name, every=0)
-    done = saver.restore(parts)
+    saver = saver or Saver("run", every=0)
+    saver.restore(parts)
+    done = saver.done
     stream = itertools.islice(batches, done * grad_accum_steps, None)
-    options = {"desc": name, "initial": done, "total": steps, "unit": "step"}
+    options = {"desc": saver.path.stem, "initial": done, "total": steps, "unit": "step"}
     options |= {"file": sys.stdout, "mininterval": 1}  # notebooks show stderr in red
     one, nan = torch.tensor([1.0, math.nan], device=device)
     scale = scaler.scale(one)
@@ -129,7 +129,7 @@ def train(
                 series.learning_rate.append(optimizer.param_groups[0]["lr"])
                 scale = next_scale
                 is_last = step + 1 == steps
-                saves = saver.due(step + 1, bool(signals))
+                saves = saver.every and (signals or (step + 1) % saver.every == 0)
                 # Several processes must read, and so stop, at the same step.
                 reads = log.due() if replicas.size == 1 else step % 10 == 9
                 if saves or reads or is_last:
