@@ -20,8 +20,8 @@ from labutils.training.runs import RecordError, RunRecord, Timing, load_record
 from labutils.training.train import Series
 from labutils.workload import build as workload_build
 from labutils.workload import data
-from labutils.workload.build import build_data, build_experiment_model, build_optimizer
-from tests.helpers import CPU, REPO, rate_of, slow
+from labutils.workload.build import build_data, build_experiment_model
+from tests.helpers import CPU, REPO, slow
 
 TINY = {"name": "tiny", "steps": 3, "lr_warmup_steps": 1}
 TINY |= {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64}
@@ -38,15 +38,6 @@ def run(name="fp32", rerun=True, **changes):
 @pytest.fixture(autouse=True)
 def own_folder(runs):
     """Every test begins without records."""
-
-
-def fails(error):
-    """Return a function that raises an error, whatever its arguments are."""
-
-    def call(*_args, **_kwargs):
-        raise error
-
-    return call
 
 
 # ---- What is run
@@ -72,27 +63,6 @@ def test_values_of_the_config_reach_training_and_measurement(monkeypatch):
     assert len(micro_batches) == 2 and measured["scaler"].get_scale() == 512.0
     for how in (options, measured):
         assert (how["precision"], how["max_grad_norm"]) == ("fp16", 0.5)
-
-
-def test_run_equals_the_loop_written_out():
-    """Accumulation, schedule, clipping, seed and data of a run, against ten lines by hand."""
-    values = {"dropout": 0.0, "learning_rate": 1e-2, "max_grad_norm": 0.3, "seed": 5}
-    series, config = run(**values).series, tiny(**values).on("cpu")
-    stream = lab.batches(build_data(config).corpus.split(16)[0], 2, seed=5)
-    model = lab.build_model("gpt2-nano", dropout=0.0, seed=5)
-    optimizer = build_optimizer(model, config)
-    for step in range(3):
-        losses = [lab.lm_loss_sum(model, next(stream)) for _ in range(2)]
-        loss = sum(losses) / (2 * 2 * 15)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        for group in optimizer.param_groups:
-            group["lr"] = rate_of(step, config)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert series.loss[step] == pytest.approx(loss.item(), rel=1e-5)
-        assert series.grad_norm[step] == pytest.approx(norm.item(), rel=1e-4)
-        assert series.learning_rate[step] == rate_of(step, config)
 
 
 def test_held_out_text_is_not_trained_on_and_does_not_depend_on_the_batch():
@@ -163,15 +133,6 @@ def test_a_precision_that_the_device_lacks_is_a_row_with_its_reason():
 # ---- How it can end
 
 
-def test_no_room_before_the_first_step_is_an_outcome_with_ways_out(monkeypatch):
-    message = "CUDA out of memory. Tried to allocate 20.00 GiB."
-    monkeypatch.setattr(module, "train", fails(torch.OutOfMemoryError(message)))
-    record = run()
-    assert record.outcome == "out_of_memory"
-    assert record.reason.startswith("asked for 20.00 GiB more. Alone tiny needs ")
-    assert load_record(record.id) == record
-
-
 ENDS = {
     "out_of_memory": (torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory."),
     "interrupted": (KeyboardInterrupt(), "stopped (Ctrl-C or SIGTERM)"),
@@ -199,7 +160,10 @@ def test_what_ends_a_run_keeps_its_record(outcome, place, monkeypatch):
 
 
 def test_ctrl_c_in_a_notebook_saves_the_record_and_stops_run_all(monkeypatch):
-    monkeypatch.setattr(module, "measure_step", fails(KeyboardInterrupt()))
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "measure_step", stopped)
     monkeypatch.setattr(module, "in_notebook", lambda: True)
     with pytest.raises(KeyboardInterrupt, match="stopped"):
         run()

@@ -20,7 +20,6 @@ from labutils.workload.build import build_optimizer
 from tests.helpers import (
     CPU,
     count_rows,
-    rate_of,
     regression_batches,
     squared_error_sum,
     two_layers,
@@ -141,7 +140,7 @@ def test_schedule_warms_up_then_falls_to_a_tenth():
     rates = {}
     for schedule in ("cosine", "constant"):
         config = lab.load_config("fp32", **options, lr_schedule=schedule)
-        rates[schedule] = [rate_of(step, config) for step in range(100)]
+        rates[schedule] = list(map(lab.rate_of(config), range(100)))
     assert rates["constant"] == pytest.approx([0.1 * i for i in range(1, 11)] + [1.0] * 90)
     falling = rates["cosine"][9:]
     assert falling == sorted(falling, reverse=True)
