@@ -96,8 +96,7 @@ def convergence_text(what: str, options: argparse.Namespace) -> str:
         series = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
         rows += held_out_rows(config, series)
     corpus = build_data(convergence.config_of("batch_8", 0, TOKENS).on("cpu")).corpus
-    batches = convergence.held_out_batches(corpus)
-    n_sequences = sum(len(batch["labels"]) for batch in batches)
+    n_sequences = len(corpus.split(convergence.SEQ_LEN)[1])
     facts = facts_of(what, corpus.digest) | {"rule": RULES[what]}
     n_targets = n_sequences * (convergence.SEQ_LEN - 1)
     facts["held-out text"] = f"all {n_sequences} held-out sequences, {n_targets} targets"

@@ -335,15 +335,3 @@ def choose_threads() -> str:
     return (
         f"{text}: torch computes with 1 thread here, not {wanted}, which would wait for each other"
     )
-
-
-def use_recorded_threads(recorded: str) -> str:
-    """Continue a run with its own number of threads; return a sentence if that changes it.
-
-    `recorded` is a record's `threads`; a number that this process may not use changes nothing.
-    """
-    now = torch.get_num_threads()
-    if not recorded or int(recorded) in (now, 0) or int(recorded) > usable_cpus():
-        return ""
-    torch.set_num_threads(int(recorded))
-    return f"continues with {recorded} thread(s), as it began; this process had {now}"

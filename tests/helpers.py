@@ -17,7 +17,6 @@ import labutils as lab
 from labutils import machine
 from labutils.config.schema import resolve
 from labutils.prediction.memory import Prediction, predicted
-from labutils.techniques.schedule import learning_rate_at
 
 REPO = Path(__file__).resolve().parent.parent
 slow = pytest.mark.slow
@@ -101,17 +100,6 @@ def regression_batches(n: int, size: int = 6, seed: int = 0) -> list[dict[str, t
 
 def squared_error_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (model(batch["x"]).float() - batch["y"]).square().sum()
-
-
-def rate_of(step: int, config: lab.Config) -> float:
-    """The learning rate of a config's step, written out again: a test compares the code with it."""
-    return learning_rate_at(
-        step,
-        highest=config.learning_rate,
-        schedule=config.lr_schedule,
-        warmup_steps=config.lr_warmup_steps,
-        steps=config.steps,
-    )
 
 
 def on(device: str, config: lab.Config) -> lab.Config:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pandas as pd
 import pytest
 
 import labutils as lab
@@ -13,11 +12,6 @@ from labutils.training import convergence
 from tests.helpers import CPU
 
 FACTS = {"device", "torch", "python", "commit", "corpus", "threads"}
-
-
-def without(config: lab.Config, *keys: str) -> dict:
-    assert config.on("cpu") == config.on("cuda")  # a record is of this model on any device
-    return config.model_dump(exclude={"note", *keys})
 
 
 @pytest.mark.parametrize("name", records.FILES.values())
@@ -30,25 +24,29 @@ def test_a_shipped_record_names_its_hardware_and_is_whole(name):
     assert n_seeds.min() == n_seeds.max() == record.seed.nunique() >= (1 if "rates" in name else 5)
 
 
+def assert_only_these_differ(configs: list[lab.Config], *keys: str) -> None:
+    """Also between devices: a record is of this model on any."""
+    configs += [config.on(device) for config in configs for device in ("cpu", "cuda")]
+    same = [config.model_dump(exclude={"name", "note", *keys}) for config in configs]
+    assert all(values == same[0] for values in same)
+
+
 # ---- Convergence
 
 
 def test_arms_differ_in_batch_and_rate_and_see_the_same_tokens():
-    differs = "name", "micro_batch_size", "tokens_per_step", "steps", "learning_rate"
     configs = {arm: convergence.config_of(arm, 3, 4096) for arm in convergence.ARMS}
-    same = [without(config, *differs, "lr_warmup_steps") for config in configs.values()]
-    assert all(values == same[0] for values in same) and same[0]["seed"] == 3
-    for config in configs.values():
-        tokens = [
-            steps * config.tokens_per_step for steps in (config.steps, config.lr_warmup_steps)
-        ]
-        assert tokens == [4096, 2048]
+    differs = "micro_batch_size", "tokens_per_step", "steps", "learning_rate", "lr_warmup_steps"
+    assert_only_these_differ(list(configs.values()), *differs)
     recorded = lab.read_record("convergence").groupby("arm").first()
-    for arm, kappa in {"batch_8": 1, "batch_16": 2, "batch_32": 4, "batch_32_at_once": 4}.items():
-        assert configs[arm].tokens_per_step == 32 * recorded.sequences[arm] == 32 * 8 * kappa
-        assert configs[arm].learning_rate == pytest.approx(1e-3 * kappa**0.5)
-        assert configs[arm].learning_rate == pytest.approx(recorded.learning_rate[arm], rel=1e-3)
-    assert configs["batch_32_same_rate"].learning_rate == 1e-3
+    for arm, config in configs.items():
+        steps = config.steps, config.lr_warmup_steps
+        assert [n * config.tokens_per_step for n in steps] == [4096, 2048]
+        kappa = recorded.sequences[arm] / 8
+        assert config.tokens_per_step == 32 * 8 * kappa
+        rate = 1e-3 if arm == "batch_32_same_rate" else 1e-3 * kappa**0.5
+        assert config.learning_rate == pytest.approx(rate)
+        assert recorded.learning_rate[arm] == pytest.approx(rate, rel=1e-3)
     assert configs["batch_32_at_once"].grad_accum_steps == 1
 
 
@@ -56,53 +54,44 @@ def test_a_run_evaluates_all_held_out_text_and_begins_as_a_longer_one(runs):
     rate = {"learning_rate": 1e-9, "lr_warmup_steps": 0}
     untrained = convergence.run("batch_8", 0, 256, CPU, **rate).held_out[-1][1]
     held_out = lab.load_corpus().split(32)[1]
-    batches = [{"input_ids": ids, "labels": ids} for ids in held_out.split(64)]
     model = lab.build_model("gpt2-nano", dropout=0.0)
-    assert untrained == pytest.approx(lab.evaluate(model, batches, lab.lm_loss_sum), abs=1e-3)
-    long = convergence.run("batch_32", 1, 4096, CPU, eval_every=3)
-    short = convergence.run("batch_32", 1, 3072, CPU)
-    assert long.loss[:3] == pytest.approx(short.loss)
+    whole = lab.evaluate(model, [{"input_ids": held_out, "labels": held_out}], lab.lm_loss_sum)
+    assert untrained == pytest.approx(whole, abs=1e-3)
+    long = convergence.run("batch_32", 1, 3072, CPU, eval_every=2)
+    short = convergence.run("batch_32", 1, 2048, CPU)
+    assert long.loss[:2] == pytest.approx(short.loss)
     assert long.held_out[0] == pytest.approx(short.held_out[-1])
 
 
 def test_the_command_writes_what_can_be_read_again(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "LEARNING_RATES", (1e-3, 2e-3))
     sizes = ["--seeds", "1", "--tokens", "2048", "--every-tokens", "1024"]
-    records.main(["convergence", "rates", *sizes, "--to", str(tmp_path)])
-    made = lab.read_record(tmp_path / "convergence.csv")
-    assert set(made.tokens) == {1024, 2048} and set(made.arm) == set(convergence.ARMS)
+    records.main(["rates", *sizes, "--to", str(tmp_path)])
+    made = lab.read_record("convergence_rates", tmp_path)
     assert made.attrs.keys() >= FACTS | {"rule", "held-out text"}
-    made = lab.read_record(tmp_path / "convergence_rates.csv")
     for _, rows in made.groupby(["sequences", "tokens"]):
         assert tuple(rows.learning_rate) == records.LEARNING_RATES
         assert rows.held_out_loss.nunique() == len(rows)  # the rate was used
+    arms = {(arm, seed) for arm, seed, _ in records.plan_of("convergence", seeds=2)}
+    assert arms == {(arm, seed) for arm in convergence.ARMS for seed in (0, 1)}
 
 
 def test_the_shipped_rates_say_why_the_small_batch_has_its_rate():
-    rates = lab.read_record("convergence_rates")
-    ends = rates[rates.tokens.isin([8192, rates.tokens.max()]) & (rates.sequences == 8)]
-    assert set(ends.learning_rate) == set(records.LEARNING_RATES)
-    for _, rows in ends.groupby("tokens"):
-        assert rows.loc[rows.held_out_loss.idxmin()].learning_rate == convergence.ARMS["batch_8"][2]
-
-
-def test_seeds_are_paired_whatever_the_order_of_the_rows():
-    rows = [("batch_8", 1, 5.0), ("batch_8", 0, 6.0), ("batch_16", 0, 6.5), ("batch_16", 1, 5.25)]
-    rows += [(arm, seed, 4.0) for arm in ("batch_32", "batch_32_at_once") for seed in (0, 1)]
-    record = pd.DataFrame(rows, columns=["arm", "seed", "held_out_loss"]).assign(tokens=8)
-    assert convergence.against(record, "batch_16", 8).mean == 0.375
+    rates = lab.read_record("convergence_rates").query("sequences == 8")
+    for tokens in (8192, rates.tokens.max()):
+        losses = rates[rates.tokens == tokens].set_index("learning_rate").held_out_loss
+        assert losses.idxmin() == convergence.ARMS["batch_8"][2]
+        assert set(losses.index) == set(records.LEARNING_RATES)
 
 
 # ---- Stability
 
 
 def test_the_arms_of_a_seed_differ_in_precision_and_rounding_alone():
-    differs, same = ("name", "precision", "optimizer"), []
-    for arm in records.STABILITY_ARMS:
-        options = records.stability_options("usual", arm, 3, 16)
-        same.append(without(lab.load_config("accumulation", **options), *differs))
-    assert all(values == same[0] for values in same)
-    assert same[0]["growth_interval"] == 2000 and same[0]["lr_schedule"] == "cosine"
+    arms = [records.stability_options("usual", arm, 3, 16) for arm in records.STABILITY_ARMS]
+    configs = [lab.load_config("accumulation", **options) for options in arms]
+    assert_only_these_differ(configs, "precision", "optimizer")
+    assert configs[0].growth_interval == 2000 and configs[0].lr_schedule == "cosine"
 
 
 def test_rows_have_the_mean_of_their_steps_and_the_skips_so_far():
@@ -116,33 +105,15 @@ def test_rows_have_the_mean_of_their_steps_and_the_skips_so_far():
 
 
 def test_the_record_of_stability_continues_where_it_was_stopped(runs, tmp_path, monkeypatch):
-    arms = ("fp32", records.PURE_FP16)
-    few = {arm: records.STABILITY_ARMS[arm] for arm in arms}
+    few = {arm: records.STABILITY_ARMS[arm] for arm in ("fp32", records.PURE_FP16)}
     monkeypatch.setattr(records, "STABILITY_ARMS", few)
     monkeypatch.setattr(records, "RATES", {"usual": 1e-3})
     options = ["stability", "--seeds", "2", "--steps", "8", "--to", str(tmp_path)]
     records.main(options)
-    made = lab.read_record(tmp_path / "stability.csv")
-    assert made.attrs.keys() >= FACTS | {"rates"}
-    assert made.arm.tolist() == [*arms, *arms] and made.seed.tolist() == [0, 0, 1, 1]
-    losses = made.groupby("arm").loss.mean()
-    assert losses["fp32"] != losses[records.PURE_FP16]
+    made = lab.read_record("stability", tmp_path)
+    assert made.attrs.keys() >= FACTS | {"rates"} and made.seed.tolist() == [0, 0, 1, 1]
+    assert made.arm.tolist() == [*few, *few]
+    assert made.loss.isna().tolist() == [False, True] * 2  # the arm was trained as it says
     monkeypatch.setattr(records, "train", None)  # nothing is trained twice
     records.main(options)
-    assert made.equals(lab.read_record(tmp_path / "stability.csv"))
-
-
-def test_the_shipped_record_says_what_the_notebook_says_of_it():
-    rows = lab.read_record("stability")
-    assert set(rows[~rows.arm.str.contains("fp16")].skipped) == {0}
-    ends = rows[rows.step == rows.step.max()]
-    told = set()
-    for rate in ("small", "usual"):
-        losses = ends[ends.rate == rate].pivot(index="seed", columns="arm", values="loss")
-        assert losses.pop(records.PURE_FP16).isna().all()
-        for arm in losses:
-            gap = lab.paired_difference(losses["fp32"], losses[arm], worth_telling=0.005)
-            told |= {(rate, arm)} if gap.verdict != "cannot tell here" else set()
-    assert told == {("small", "pure_bf16"), ("usual", "pure_bf16")}
-    finite = ends[(ends.rate == "far too high") & ends.loss.notna()]
-    assert set(finite.arm) == {"fp16"} and set(finite.skipped) == {166}
+    assert made.equals(lab.read_record("stability", tmp_path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from labutils.exercises.core import Problem, exercise, one_cause
-from labutils.exercises.steps import Epoch, Step, first_problem, judge_epoch
+from labutils.exercises.steps import Step, first_problem, judge_epoch
 
 
 @exercise(
@@ -33,7 +35,7 @@ def amp_window(step: Step) -> Problem:
     "Each row has the same weight in the right loop. Give each micro-batch the same weight "
     "instead, also in the short last window.",
 )
-def break_one(judge: str, epoch: Epoch) -> Problem:
+def break_one(judge: str, epoch: Callable) -> Problem:
     """Check that a broken epoch fails exactly one judge of `judge_epoch`, the named one.
 
     The function is `epoch(model, batches, optimizer, grad_accum_steps, max_grad_norm)`. `batches`

@@ -50,23 +50,17 @@ def exercise(*hints: str) -> Callable[[Judge], Callable[..., None]]:
             else:
                 verdict, text = f"wrong: {problem}", f"Not yet: {problem}"
             print(text)
-            _write(judge.__name__, verdict, given)
+            if VERDICTS in os.environ:
+                # the grader compares them with the course's own, which ran on the same machine
+                arguments = json.dumps(given, default=lambda value: type(value).__name__)
+                line = {"exercise": judge.__name__, "verdict": verdict, "arguments": arguments}
+                with Path(os.environ[VERDICTS]).open("a", encoding="utf-8") as file:
+                    print(json.dumps(line), file=file)
 
         EXERCISES[judge.__name__] = hints
         return check
 
     return decorate
-
-
-def _write(name: str, verdict: str, given: list[object]) -> None:
-    """Append the verdict to the file named by the variable VERDICTS, if it is set."""
-    if VERDICTS not in os.environ:
-        return
-    # the grader compares them with the course's own, which ran on the same machine
-    arguments = json.dumps(given, default=lambda value: type(value).__name__)
-    line = {"exercise": name, "verdict": verdict, "arguments": arguments}
-    with Path(os.environ[VERDICTS]).open("a", encoding="utf-8") as file:
-        print(json.dumps(line), file=file)
 
 
 def hint(exercise: str, number: int = 1) -> None:

@@ -16,7 +16,6 @@ from labutils.exercises.core import Problem, recognised
 
 Window = list[tuple[torch.Tensor, torch.Tensor]]  # micro-batches: x (rows, 4) and y (rows, 1)
 Step = Callable[..., object]  # (model, window, optimizer, scaler, max_grad_norm)
-Epoch = Callable[..., object]  # (model, batches, optimizer, grad_accum_steps, max_grad_norm)
 RATE, LOSS_SCALE, GRAD_ACCUM_STEPS = 0.1, 256.0, 3
 NO_CLIPPING, LOW_LIMIT = 1e9, 0.123  # a max_grad_norm that no gradient of a toy reaches, or each
 TOLERANCE = 0.03  # relative; FP16 products are off by some 0.001
@@ -201,8 +200,8 @@ STEPS = {  # after how many micro-batches the optimizer stepped; windows end aft
 }
 
 
-def judge_epoch(epoch: Epoch) -> dict[str, Problem]:
-    """Return {judge: what it finds wrong, None if nothing} for `epoch`.
+def judge_epoch(epoch: Callable) -> dict[str, Problem]:
+    """Return {judge: what it finds wrong, None if nothing} for an epoch: see `break_one`.
 
     Only `unequal lengths` sees micro-batches that differ in their number of rows. If the steps are
     not those of the windows, the other judges have nothing to compare and are left out.

@@ -40,15 +40,11 @@ def bit_layout(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None)
                 middle = start + n_bits // 2 + 0.46  # of a square, not of a gap
                 ax.text(middle, row, str(n_bits), ha="center", va="center", color=BLACK)
             start += n_bits
-    _name_rows(ax, formats)
+    ax.set_yticks(range(len(formats)), [form.name for form in formats])
+    ax.invert_yaxis()
     ax.set_xlabel("bit")
     ax.legend(ncols=3, loc="lower right", frameon=False)
     return ax
-
-
-def _name_rows(ax: Axes, formats: Sequence[FloatFormat]) -> None:
-    ax.set_yticks(range(len(formats)), [form.name for form in formats])
-    ax.invert_yaxis()
 
 
 def relative_spacing(formats: Sequence[FloatFormat] = FORMATS, ax: Axes | None = None) -> Axes:

@@ -34,8 +34,11 @@ def stacked_memory(
         left = 0.0
         for category, n_bytes in parts.items():
             if n_bytes:
-                _bar(ax, row, left, n_bytes / MIB, category)
-                left += n_bytes / MIB
+                width = n_bytes / MIB
+                color, hatch = CATEGORY_LOOKS.get(category, OTHER_CATEGORY)
+                look = {"color": color, "hatch": hatch, "edgecolor": "white"}
+                ax.barh(row, width, left=left, label=category, **look)
+                left += width
             if n_bytes > longest / 400:
                 in_legend.add(category)
         n_digits = 0 if left >= 100 else 1
@@ -60,11 +63,6 @@ def stacked_memory(
         frameon=False,
     )
     return ax
-
-
-def _bar(ax: Axes, row: int, left: float, width: float, category: str) -> None:
-    color, hatch = CATEGORY_LOOKS.get(category, OTHER_CATEGORY)
-    ax.barh(row, width, left=left, color=color, hatch=hatch, edgecolor="white", label=category)
 
 
 def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:

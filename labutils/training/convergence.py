@@ -15,14 +15,11 @@ import torch
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
-from labutils.training.noise import PairedDifference, paired_difference
 from labutils.training.runs import rate_of
 from labutils.training.train import Series, train
 from labutils.workload.build import build
-from labutils.workload.data import Corpus
 
 SEQ_LEN, WARMUP_TOKENS = 32, 2048
-WORTH_TELLING = 0.02  # nats per token of a held-out loss
 # {arm: (micro-batches in an optimizer step, sequences in each, learning rate)}. The rate of batch_8
 # is the best of those in the record `convergence_rates`; the others follow the rule rate × √κ, or
 # keep the rate. The last one is batch_32 in one part: the two differ by rounding alone.
@@ -57,19 +54,14 @@ def config_of(arm: str, seed: int, tokens: int, **changes: Any) -> Config:
     return load_config("accumulation", **(options | changes))
 
 
-def held_out_batches(corpus: Corpus) -> list[dict[str, torch.Tensor]]:
-    """Return all held-out sequences of a text, in batches of 32: the same for every arm and seed.
-
-    A sequence has SEQ_LEN - 1 targets. An ordinary run (`build_data`) evaluates on a few of them.
-    """
-    _, held_out = corpus.split(SEQ_LEN)
-    return [{"input_ids": ids, "labels": ids} for ids in held_out.split(32)]
-
-
 def run(arm: str, seed: int, tokens: int, device: torch.device, **changes: Any) -> Series:
-    """Train the config of an arm; its held-out losses are on all held-out text."""
+    """Train the config of an arm; its held-out losses are on all held-out text.
+
+    An ordinary run (`build_data`) evaluates on a few of these sequences.
+    """
     config = config_of(arm, seed, tokens, **changes)
     work = build(config, device)
+    _, held_out = work.data.corpus.split(SEQ_LEN)
     return train(
         work.model,
         work.data.batches,
@@ -79,34 +71,21 @@ def run(arm: str, seed: int, tokens: int, device: torch.device, **changes: Any) 
         grad_accum_steps=config.grad_accum_steps,
         max_grad_norm=config.max_grad_norm,
         learning_rate_at=rate_of(config),
-        held_out=held_out_batches(work.data.corpus),
+        held_out=[{"input_ids": ids, "labels": ids} for ids in held_out.split(32)],
         eval_every=config.eval_every,
         progress=False,
     )
 
 
-def against(record: pd.DataFrame, arm: str, tokens: int) -> PairedDifference:
-    """Return by how much an arm's losses exceed those of batch_8 after so many tokens, by seed.
-
-    `record` is that of "convergence" (see `read_record`). The equal pairs are the batch of 32 in
-    four parts and at once. Raises KeyError for an arm that it has not.
-    """
-    rows = record[record.tokens == tokens]
-    losses = rows.pivot(index="seed", columns="arm", values="held_out_loss")
-    same = losses["batch_32"], losses["batch_32_at_once"]
-    return paired_difference(losses["batch_8"], losses[arm], same, worth_telling=WORTH_TELLING)
-
-
-def read_record(source: str | Path) -> pd.DataFrame:
+def read_record(name: str, folder: Path = REFERENCE_DIR) -> pd.DataFrame:
     """Return recorded long runs, a row for each arm, seed and point; `attrs` has their facts.
 
-    `source` is a path, or the name of a record that ships: "convergence", "convergence_rates" or
-    "stability". Its first lines are facts, `# key: value`: the machine, the versions, the rules.
+    These records ship: "convergence", "convergence_rates" and "stability". Their first lines are
+    facts, `# key: value`: the machine, the versions, the rules.
     """
-    path = source if isinstance(source, Path) else REFERENCE_DIR / f"{source}.csv"
+    path = folder / f"{name}.csv"
     table = pd.read_csv(path, comment="#")
-    for line in path.read_text(encoding="utf-8").splitlines():
-        key, _, value = line.removeprefix("# ").partition(": ")
-        if line.startswith("# "):
-            table.attrs[key] = value
+    lines = path.read_text(encoding="utf-8").splitlines()
+    facts = [line[2:].split(": ", 1) for line in lines if line.startswith("# ")]
+    table.attrs.update(facts)
     return table

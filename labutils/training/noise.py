@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from labutils import machine
@@ -68,11 +69,17 @@ def paired_difference(
     A pair with a number that is not finite is left out; `n_pairs` counts the others.
     Raises ValueError if two series are not equally long.
     """
-    differences = _differences(first, second)
-    difference = interval(differences)
-    noise = interval(_differences(*identical)) if identical else (0.0, 0.0, 0.0)
-    rule = verdict(difference, noise, worth_telling)
-    return PairedDifference(*difference, len(differences), noise[1:] if identical else None, rule)
+    n_pairs, mean, low, high = interval(first, second)
+    noise = interval(*identical)[2:] if identical else None
+    # The rule of notebook 01. The interval must lie beyond that of pairs that should be equal, on
+    # either side since their order means nothing, and the mean must exceed `worth_telling`.
+    reach = max(map(abs, noise or (0.0,)))
+    verdict = CANNOT_TELL
+    if low > reach and mean > worth_telling:
+        verdict = "larger"
+    if high < -reach and -mean > worth_telling:
+        verdict = "smaller"
+    return PairedDifference(mean, low, high, n_pairs, noise, verdict)
 
 
 def paired_ratio(
@@ -94,40 +101,20 @@ def paired_ratio(
     return replace(of_logs, mean=mean, low=low, high=high, noise=noise, is_ratio=True)
 
 
-def verdict(
-    difference: tuple[float, float, float], noise: tuple[float, float, float], worth_telling: float
-) -> str:
-    """Return "larger", "smaller" or CANNOT_TELL for two `interval`s: the rule of notebook 01.
-
-    The interval must leave out 0, must lie beyond the interval of pairs that should be equal, on
-    either side since their order means nothing, and the mean must exceed `worth_telling`.
-    """
-    mean, low, high = difference
-    reach = max(abs(noise[1]), abs(noise[2]))
-    if low > reach and mean > worth_telling:
-        return "larger"
-    if high < -reach and -mean > worth_telling:
-        return "smaller"
-    return CANNOT_TELL
-
-
-def interval(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Return (mean, low, high): the mean and its 95 % interval by Student's t.
+def interval(first: Sequence[float], second: Sequence[float]) -> tuple[int, float, float, float]:
+    """Return (n, mean, low, high) of second - first: the mean and its 95 % interval by Student's t.
 
     The interval has the true mean in 95 of 100 cases if the differences are about normal. It is
     infinite below two differences, since one number says nothing about its spread.
     """
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    differences = [difference for difference in differences if math.isfinite(difference)]
     n = len(differences)
     mean = statistics.fmean(differences) if n else math.nan
     if n < 2:
-        return mean, -math.inf, math.inf
+        return n, mean, -math.inf, math.inf
     half = T_95[min(n - 1, len(T_95)) - 1] * statistics.stdev(differences) / n**0.5
-    return mean, mean - half, mean + half
-
-
-def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    differences = [b - a for a, b in zip(first, second, strict=True)]
-    return [difference for difference in differences if math.isfinite(difference)]
+    return n, mean, mean - half, mean + half
 
 
 # ---- Numbers in pairs
@@ -149,8 +136,7 @@ def alternate(
     timers = {name: partial(_timed_ms, call, device) for name, call in variants.items()}
     times = _in_turns(timers, 1 + rounds * passes)
     for name, series in times.items():
-        starts = range(1, len(series), passes)
-        times[name] = [min(series[start : start + passes]) for start in starts]
+        times[name] = np.reshape(series[1:], (rounds, passes)).min(axis=1).tolist()
     return times
 
 
@@ -178,24 +164,24 @@ FASTER_PRODUCT = 1.1  # a product that is 10 % faster makes a step a few percent
 
 
 def product_speeds(
-    precisions: Sequence[str], device: torch.device, n: int = 0, rounds: int = 5
+    precisions: Sequence[str], device: torch.device, rounds: int = 5
 ) -> dict[str, PairedDifference]:
     """Return {precision: the speed of a product, × float32's}; "larger" is faster.
 
-    The product is n×n by n×n: 4096 on CUDA and 256 on a CPU, if `n` is 0. Each round measures
-    float32 twice and the others, in a shuffled order: the two of float32 are the equal pair. A
-    precision that the device lacks is left out.
+    The product is n×n by n×n: 4096 on CUDA and 256 on a CPU. Each round measures float32 twice and
+    the others, in a shuffled order: the two of float32 are the equal pair. A precision that the
+    device lacks is left out.
     """
-    n = n or (4096 if device.type == "cuda" else 256)
+    n = 4096 if device.type == "cuda" else 256
     usable = [name for name in precisions if machine.support(name, device).ok]
-    calls = {name: partial(_product_rate, "fp32", device, n) for name in ("base", "again")}
+    measured = {"base": "fp32", "again": "fp32"} | dict(zip(usable, usable, strict=True))
+    calls = {key: partial(_product_rate, name, device, n) for key, name in measured.items()}
+    rates, speeds = _in_turns(calls, rounds), {}
+    identical = rates["base"], rates["again"]
     for name in usable:
-        calls[name] = partial(_product_rate, name, device, n)
-    rates = _in_turns(calls, rounds)
-    equal_pair, speeds = (rates["base"], rates["again"]), {}
-    for name in usable:
-        pair = rates["base"], rates[name]
-        speeds[name] = paired_ratio(*pair, equal_pair, worth_telling=FASTER_PRODUCT)
+        speeds[name] = paired_ratio(
+            rates["base"], rates[name], identical, worth_telling=FASTER_PRODUCT
+        )
     return speeds
 
 

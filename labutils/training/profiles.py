@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -61,14 +62,14 @@ def ms_by_kind(own: Mapping[str, tuple[float, int]]) -> dict[str, float]:
 
     Kinds are those of `memory.kinds`. What only looks at memory anew counts as elementwise.
     """
-    by_kind: dict[str, float] = {}
+    by_kind: dict[str, float] = defaultdict(float)
     for name, (ms, _) in own.items():
-        kind = kind_of(name)
-        by_kind[kind] = by_kind.get(kind, 0.0) + ms
+        by_kind[kind_of(name)] += ms
     return by_kind
 
 
 def product_ms(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return (milliseconds in matrix products, in all operations) of profiled calls."""
     by_kind = ms_by_kind(own_ms(record(call, device, 3), device))
-    return sum(by_kind.get(kind, 0.0) for kind in PRODUCT_KINDS), sum(by_kind.values())
+    all_ms = sum(by_kind.values())
+    return sum(by_kind[kind] for kind in PRODUCT_KINDS), all_ms

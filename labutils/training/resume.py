@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from labutils.files import runs_dir, write_atomically
-from labutils.machine import use_recorded_threads
 
 
 class StateError(ValueError):
@@ -25,34 +24,27 @@ class Saver:
 
     That is: parameters, optimizer, loss scale, random numbers, and the series so far. The number
     of steps done is also the position in the data, which come in the same order in every run. A
-    state is written every `every` steps (0: never).
+    state is written every `every` steps, and at a stop (0: never).
     """
 
     def __init__(self, name: str, every: int) -> None:
         self.path, self.every, self.done = runs_dir() / f"{name}.state", every, 0
         self.identity: dict[str, Any] = {}
-        self.state: dict[str, Any] | None = None
+        self.state: dict[str, Any] = {}
 
-    def read(self) -> None:
-        """Read the state that an unfinished run has left, if there is one.
+    def plan(self, identity: dict[str, Any], resume: bool) -> None:
+        """Note what decides the run's results, and to `resume` read the state of such a run.
 
-        Torch then computes with as many threads as when the run began: another number would add
-        in another order. Raises StateError if the file cannot be read.
+        Raises StateError if the file cannot be read, or is of another experiment.
         """
-        if not self.path.exists():
+        self.identity = identity
+        if not resume or not self.path.exists():
             return
         try:  # weights_only: no code in a file runs
             self.state = torch.load(self.path, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever a damaged file makes of torch's reader
             raise StateError(f"{self.path.name} cannot be read; delete it ({error})") from error
-        self.done = self.state["done"]
-        if threads := use_recorded_threads(self.state["identity"].get("threads", "")):
-            print(f"{self.path.stem}: {threads}")
-
-    def plan(self, identity: dict[str, Any]) -> None:
-        """Note what decides the run's results. Raises StateError if the state read is of others."""
-        self.identity = identity
-        before, changed = self.state["identity"] if self.state else identity, []
+        self.done, before, changed = self.state["done"], self.state["identity"], []
         for key in identity | before:
             if identity.get(key) != before.get(key):
                 changed.append(f"{key} was {before.get(key)}, now {identity.get(key)}")
@@ -62,25 +54,21 @@ class Saver:
                 "Put that back, or train from the beginning without --resume"
             )
 
-    def restore(self, parts: dict[str, Any]) -> int:
-        """Put the state that was read into the parts that `save` gets; return its steps."""
-        if self.state:
-            for key, part in parts.items():
-                part.load_state_dict(self.state["parts"][key])
-            torch.set_rng_state(self.state["random"])
-            if self.state["random_cuda"] is not None:
-                torch.cuda.set_rng_state(self.state["random_cuda"])
-            self.state = None
-        return self.done
-
-    def due(self, done: int, stops: bool) -> bool:
-        """Whether the state after `done` steps is to be saved: every so often, and at a stop."""
-        return self.every > 0 and (stops or done % self.every == 0)
+    def restore(self, parts: dict[str, Any]) -> None:
+        """Put the state that was read, if there is one, into the parts that `save` gets."""
+        if not self.state:
+            return
+        for key, part in parts.items():
+            part.load_state_dict(self.state[key])
+        torch.set_rng_state(self.state["random"])
+        if self.state["random_cuda"] is not None:
+            torch.cuda.set_rng_state(self.state["random_cuda"])
+        self.state = {}
 
     def save(self, parts: dict[str, Any], done: int) -> None:
         """Save the state after `done` steps. On a full disk the older one stays, and the run."""
-        state = {"identity": self.identity, "done": done, "random": torch.get_rng_state()}
-        state["parts"] = {key: part.state_dict() for key, part in parts.items()}
+        state = {key: part.state_dict() for key, part in parts.items()}
+        state |= {"identity": self.identity, "done": done, "random": torch.get_rng_state()}
         used_cuda = torch.cuda.is_initialized()
         state["random_cuda"] = torch.cuda.get_rng_state() if used_cuda else None
         try:

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -117,13 +116,8 @@ class RunRecord(BaseModel):
         return words if self.outcome == "completed" else f"{words}: {self.reason}"
 
     def save(self) -> Path:
-        """Write `runs/<name>-<id>.json` and return its path.
-
-        Raises OSError if it exists or cannot be written.
-        """
+        """Write `runs/<name>-<id>.json` and return its path. Raises OSError if it cannot."""
         path = runs_dir() / f"{self.name}-{self.id}.json"
-        if path.exists():
-            raise FileExistsError(f"{path} exists already; nothing is overwritten")
         write_atomically(path, self.model_dump_json(indent=1).encode())
         return path
 
@@ -133,12 +127,14 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
 
     Raises RecordError if there is none, or the file is damaged or of another version.
     """
-    source, paths = str(source), _record_files()
-    named = [path for path in paths if source in (path.stem, _name(path))]
-    fits = [path for path in paths if path.stem.endswith(f"-{source}")] or named
-    path = fits[-1] if fits else Path(source)
+    source, path, names = str(source), Path(source), []
+    for record_file in _record_files():
+        name = record_file.stem.rsplit("-", 3)[0]  # of <name>-<date>-<time>-<hex>
+        names.insert(0, name)
+        if source == name or f"-{record_file.stem}".endswith(f"-{source}"):
+            path = record_file
     if not path.is_file():
-        hint = did_you_mean(source, map(_name, reversed(paths)), cutoff=0.4)
+        hint = did_you_mean(source, names, cutoff=0.4)
         problem = f"no run {source!r} in {runs_dir()}.{hint} `{program()} runs` lists them"
         raise RecordError(problem)
     try:
@@ -148,12 +144,10 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
         raise RecordError(f"{problem}: {error.errors()[0]['msg']}") from None
 
 
-def _name(path: Path) -> str:
-    return path.stem.rsplit("-", 3)[0]  # <name>-<date>-<time>-<hex>
-
-
-def _record_files() -> list[Path]:
-    return sorted(runs_dir().glob("*-*-*-*.json"), key=lambda p: p.stem.rsplit("-", 3)[1:])
+def _record_files(name: str = "*") -> list[Path]:
+    """Return the records of a name, or of all, oldest first."""
+    paths = runs_dir().glob(f"{name}-*-*-*.json")
+    return sorted(paths, key=lambda path: path.stem.rsplit("-", 3)[1:])
 
 
 def find_runs() -> tuple[list[RunRecord], list[str]]:
@@ -172,9 +166,7 @@ def find_equal(planned: RunRecord) -> RunRecord | None:
 
     Only files of the record's name are read, the newest first.
     """
-    for path in reversed(_record_files()):
-        if _name(path) != planned.name:
-            continue
+    for path in reversed(_record_files(planned.name)):
         with suppress(RecordError):  # `find_runs` names it
             other = load_record(path)
             is_whole = other.outcome == "completed" and other.steps_planned == planned.steps_planned
@@ -203,24 +195,22 @@ def run_config(
     """
     device = accelerated.own_device(device)
     progress = progress and accelerated.rank() == 0
-    saver = Saver(config.name, config.save_every)
-    if resume:
-        saver.read()
     run = resolve(config, machine.card(device), to_train=True)
     run = replace(run, steps=accelerated.from_first(run.steps))  # by a noisy probe
     require_equal_shares(run.config, resume)
     data = build_data(run.config)
     record = planned_record(config, run, device, data)
-    saver.plan(record.identity)
-    if not rerun and not saver.done:
-        known = accelerated.from_first(find_equal(record))
-        if known:
-            if progress:
-                print(
-                    f"{known.name}: reusing run {known.id} "
-                    "(equal config, code, corpus and device; rerun=True forces)"
-                )
-            return known
+    saver = Saver(config.name, config.save_every)
+    saver.plan(record.identity, resume)
+    is_new = rerun or saver.done
+    known = None if is_new else accelerated.from_first(find_equal(record))
+    if known:
+        if progress:
+            print(
+                f"{known.name}: reusing run {known.id} "
+                "(equal config, code, corpus and device; rerun=True forces)"
+            )
+        return known
     if not accelerated.rank():
         require_room()  # better now than after hours
     if saver.done:
@@ -363,7 +353,6 @@ def _train_and_measure(
             eval_every=config.eval_every,
             saver=saver,
             series=record.series,
-            name=config.name,
             progress=progress,
             **options,
         )
@@ -482,12 +471,11 @@ def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
     """
     trained = [record for record in records if record.series.loss]
     tokens = min((record.tokens for record in trained), default=0)
-    configs = [record.config | {"steps": len(record.series.loss)} for record in trained]
+    configs = [_config_as_run(record) for record in trained]
     differing, rows = list(_differing(configs)), []
     for record in records:
-        row = {key: record.config.get(key) for key in differing}
-        if "steps" in row:
-            row["steps"] = len(record.series.loss) or None  # run, not planned
+        config = _config_as_run(record)
+        row = {key: config.get(key) for key in differing}
         row |= dict.fromkeys(DIGITS, math.nan)  # in this order
         row["step_ms"] = getattr(record.timing, "median_step_ms", math.nan)
         row["tokens_per_s"] = getattr(record.timing, "tokens_per_s", math.nan)
@@ -502,6 +490,10 @@ def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
     return table
 
 
+def _config_as_run(record: RunRecord) -> dict[str, Any]:
+    return record.config | {"steps": len(record.series.loss) or None}  # run, not planned
+
+
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """Return the table of `compare` as rounded texts, and – where a run has no such value."""
     text = table.astype(object)
@@ -513,12 +505,11 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 def labels(records: Sequence[RunRecord]) -> list[str]:
     """Return what tells records apart: the name, with the id where several have that name."""
-    n_named = Counter(record.name for record in records)
-    names = [record.name for record in records]
-    for i, record in enumerate(records):
-        if n_named[record.name] > 1:
-            names[i] += f"-{record.id}"
-    return names
+    names, unique = [record.name for record in records], []
+    for record in records:
+        is_alone = names.count(record.name) == 1
+        unique.append(record.name if is_alone else f"{record.name}-{record.id}")
+    return unique
 
 
 def _differing(facts: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -535,7 +526,7 @@ def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
         facts.append(record.environment | fact | {"tokens per step": record.tokens_per_step})
     notes = []
     for name, values in _differing(facts).items():
-        different = ", ".join(sorted(set(values)))
+        different = ", ".join(sorted(values.unique()))
         notes.append(f"Unequal {name}: {different}. Compare these rows with care.")
     shortest = dict.fromkeys(record.name for record in records if record.tokens == tokens)
     if any(record.tokens > tokens for record in records):

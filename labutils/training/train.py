@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -58,7 +57,6 @@ def train(
     eval_every: int = 0,
     saver: Saver | None = None,
     series: Series | None = None,
-    name: str = "run",
     progress: bool = True,
 ) -> Series:
     """Train `model` for `steps` optimizer steps on its own device; return what each step gave.
@@ -90,10 +88,11 @@ def train(
     series = series or Series()
     log = StepLog(series, device)
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "log": log}
-    saver = saver or Saver(name, every=0)
-    done = saver.restore(parts)
+    saver = saver or Saver("run", every=0)
+    saver.restore(parts)
+    done = saver.done
     stream = itertools.islice(batches, done * grad_accum_steps, None)
-    options = {"desc": name, "initial": done, "total": steps, "unit": "step"}
+    options = {"desc": saver.path.stem, "initial": done, "total": steps, "unit": "step"}
     options |= {"file": sys.stdout, "mininterval": 1}  # notebooks show stderr in red
     one, nan = torch.tensor([1.0, math.nan], device=device)
     scale = scaler.scale(one)
@@ -130,7 +129,7 @@ def train(
                 series.learning_rate.append(optimizer.param_groups[0]["lr"])
                 scale = next_scale
                 is_last = step + 1 == steps
-                saves = saver.due(step + 1, bool(signals))
+                saves = saver.every and (signals or (step + 1) % saver.every == 0)
                 # Several processes must read, and so stop, at the same step.
                 reads = log.due() if replicas.size == 1 else step % 10 == 9
                 if saves or reads or is_last:
@@ -201,8 +200,8 @@ class StepLog:
 
     def __init__(self, series: Series, device: torch.device) -> None:
         self.series, self.cuda = series, device.type == "cuda"
-        self.rows: list[torch.Tensor] = []  # of steps that are not read yet
-        self.marks: list[tuple[Any, Any]] = []  # where they begin and end
+        # of steps that are not read yet: where each begins and ends, and its numbers
+        self.pending: list[tuple[Any, Any, torch.Tensor]] = []
         self.last_read = time.monotonic()
 
     def mark(self) -> Any:
@@ -215,8 +214,8 @@ class StepLog:
 
     def add(self, begin: Any, *numbers: torch.Tensor) -> None:
         """Note a step that ends now: its loss, gradient norm, and the scale before and after it."""
-        self.marks.append((begin, self.mark()))
-        self.rows.append(torch.stack([number.float() for number in numbers]))
+        end = self.mark()
+        self.pending.append((begin, end, torch.stack([number.float() for number in numbers])))
 
     def due(self) -> bool:
         return not self.cuda or time.monotonic() - self.last_read > 1
@@ -224,20 +223,18 @@ class StepLog:
     def read(self) -> float:
         """Fetch what is pending (this waits for the device) and return the last loss."""
         series = self.series
-        if self.rows:
-            losses, grad_norms, scales, next_scales = torch.stack(self.rows, dim=1).tolist()
-            series.loss.extend(losses)
-            series.grad_norm.extend(grad_norms)
-            series.loss_scale.extend(scales)
-            series.skipped.extend(map(operator.lt, next_scales, scales))
-        for begin, end in self.marks:
+        for begin, end, row in self.pending:
+            loss, grad_norm, scale, next_scale = row.tolist()
+            series.loss.append(loss)
+            series.grad_norm.append(grad_norm)
+            series.loss_scale.append(scale)
+            series.skipped.append(next_scale < scale)
             ms = begin.elapsed_time(end) if self.cuda else 1000 * (end - begin)
             series.step_ms.append(ms)
-        self.rows, self.marks, self.last_read = [], [], time.monotonic()
+        self.pending, self.last_read = [], time.monotonic()
         return series.loss[-1] if series.loss else math.nan
 
     def state_dict(self) -> dict[str, list]:
-        self.read()
         return self.series.model_dump()
 
     def load_state_dict(self, state: dict[str, list]) -> None:

@@ -13,7 +13,6 @@ from labutils.config.choices import Rows
 from labutils.techniques import checkpointing, compiling, optimizers
 from labutils.techniques.attention import use_attention
 from labutils.techniques.precision import products_dtype
-from tests.helpers import rate_of
 
 TABLES = [value for value in vars(choices).values() if isinstance(value, Rows)]
 
@@ -50,7 +49,9 @@ ASKED = {
     "weights": lambda: lab.build_model(weights="good"),
     "activation": lambda: lab.build_model(activation="relu"),
     "compile": lambda: compiling.mode_and_arguments("fast", "cpu", False),
-    "schedule": lambda: rate_of(0, lab.load_config("fp32").model_copy(update={"lr_schedule": "x"})),
+    "schedule": lambda: lab.rate_of(
+        lab.load_config("fp32").model_copy(update={"lr_schedule": "x"})
+    )(0),
     "card": lambda: lab.predict_memory(lab.load_config("fp32"), "rtx9000"),
     "ledger": lambda: lab.predict_memory(
         lab.load_config("fp32").model_copy(update={"precision": "fp8"})
@@ -79,4 +80,4 @@ def test_a_row_without_code_is_not_trained_as_another(monkeypatch):
     monkeypatch.setitem(choices.SCHEDULES, "linear", choices.Choice("linear"))
     config = lab.load_config("fp32").model_copy(update={"lr_schedule": "linear"})
     with pytest.raises(ValueError, match="'linear' has a row in `choices`, and no code"):
-        rate_of(9, config)
+        lab.rate_of(config)(9)

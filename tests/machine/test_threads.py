@@ -1,4 +1,4 @@
-"""Threads: one on a busy machine, chosen once, recorded, and kept by a run that is continued."""
+"""Threads: one on a busy machine, and chosen once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from labutils import machine
-from tests.training.test_resume import start, stop_at
 
 
 @pytest.fixture
@@ -49,29 +48,3 @@ def test_the_users_own_number_stays(choose, monkeypatch):
 def test_busy_cpus_are_those_of_the_whole_machine(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 75.0)
     assert machine.busy_cpus() == pytest.approx(0.75 * os.cpu_count())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="threads are of a CPU run")
-def test_a_continued_run_takes_the_recorded_number(runs, monkeypatch, capsys):
-    before = torch.get_num_threads()
-    other = 1 if before > 1 else 2
-    monkeypatch.setattr(machine, "usable_cpus", lambda: max(before, other))
-    try:
-        stop_at(monkeypatch, 4)
-        assert start(save_every=2).environment["threads"] == str(before)
-        monkeypatch.undo()
-        monkeypatch.setenv("LABUTILS_RUNS", str(runs))
-        monkeypatch.setattr(machine, "usable_cpus", lambda: max(before, other))
-        torch.set_num_threads(other)
-        continued = start(resume=True, save_every=2)
-    finally:
-        torch.set_num_threads(before)
-    assert continued.environment["resumed"] == "after step 4"
-    assert continued.environment["threads"] == str(before)
-    assert f"continues with {before} thread" in capsys.readouterr().out
-
-
-def test_a_number_that_this_process_may_not_use_changes_nothing(monkeypatch):
-    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
-    before = torch.get_num_threads()
-    assert machine.use_recorded_threads("64") == "" and torch.get_num_threads() == before

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import nbformat
+
+from tests.helpers import committed
+
 Change = tuple[str, str]  # old text, new text
 
 
@@ -27,6 +31,14 @@ class Solution:
     def wrong_answers(self) -> dict[str, Any]:
         changed = {words: broken(self.right[0], *changes) for words, changes in self.broken.items()}
         return self.wrong | changed
+
+
+def names_of(notebook: str, *cells: str, **names: Any) -> dict[str, Any]:
+    """Return the names that cells of an optional notebook define, with those that they need."""
+    for cell in nbformat.reads(committed(f"further/{notebook}.ipynb"), as_version=4).cells:
+        if cell.id in cells:
+            exec(cell.source, names)
+    return names
 
 
 def broken(function: Callable, *changes: Change) -> Callable:

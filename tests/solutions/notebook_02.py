@@ -32,24 +32,6 @@ def amp_window(model, micro_batches, optimizer, scaler, max_grad_norm):
     optimizer.zero_grad(set_to_none=True)
 
 
-def weighted_means(model, micro_batches, optimizer, scaler, max_grad_norm):
-    optimizer.zero_grad()
-    n_rows = sum(len(y) for _, y in micro_batches)
-    for x, y in micro_batches:
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = F.mse_loss(model(x), y)
-        scaler.scale(loss * len(y) / n_rows).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def window_at_once(model, micro_batches, optimizer, scaler, max_grad_norm):
-    x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
-    amp_window(model, [(x, y)], optimizer, scaler, max_grad_norm)
-
-
 def accumulation_epoch(model, batches, optimizer, grad_accum_steps, max_grad_norm):
     losses, batches = [], iter(batches)
     while window := list(islice(batches, grad_accum_steps)):
@@ -105,9 +87,9 @@ CONTROL = RUN | {"n": 1, "m": 32}
 
 SOLUTIONS = {
     "amp_window": Solution(
-        right=[amp_window, weighted_means],
-        wrong={"full batch": window_at_once},
+        right=[amp_window, broken(amp_window, (SUM, ") * len(y) / n_rows"))],
         broken={
+            "full batch": [("in micro_batches:", "in [map(torch.cat, zip(*micro_batches))]:")],
             "the gradient grows with their number": [(SUM, ")")],
             "a mean of means": [(SUM, ") / len(micro_batches)")],
             "never divided": [(SUM, ', reduction="sum")')],

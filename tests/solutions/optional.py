@@ -2,13 +2,11 @@
 
 import math
 
-import nbformat
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import labutils as lab
-from tests.helpers import committed
-from tests.solutions.answers import Solution, broken
+from tests.solutions.answers import Solution, broken, names_of
 from tests.solutions.notebook_01 import CLIP, CLIP_FIRST, HALF_LIMIT, STEP, UNSCALE, ZERO, amp_step
 
 
@@ -31,32 +29,11 @@ def larger_sum(operations):
     return max(host + operations[-1][1], operations[0][0] + device)
 
 
-def round_to_fp8(x, dtype, scaled=True, block=None):
-    largest = torch.finfo(dtype).max
-    parts = x.view(-1, block or x.numel())
-    scale = largest / parts.abs().amax(1, keepdim=True)
-    return ((parts * scale).clamp(-largest, largest).to(dtype).float() / scale).view(x.shape)
-
-
-def by_loop(x, block):
-    rounded = x.clone()
-    for row in rounded:
-        for part in row.split(block):
-            largest = part.abs().max().clamp(min=1e-30)
-            part.copy_((part * (448 / largest)).to(torch.float8_e4m3fn).float() * largest / 448)
-    return rounded
-
-
 def lost_below(weight, dtype, direction):
     mantissa, exponent = math.frexp(weight)
     spacing = torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
     is_power_of_two = mantissa == 0.5
     return spacing / 4 if is_power_of_two and direction < 0 else spacing / 2
-
-
-def half_to_neighbour(weight, dtype, direction):
-    toward = torch.tensor(math.copysign(math.inf, direction), dtype=dtype)
-    return (torch.tensor(weight, dtype=dtype).nextafter(toward).item() - weight) * direction / 2
 
 
 def keeping(*shapes):
@@ -73,17 +50,18 @@ def keeping(*shapes):
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 QKV, PROJ, UP = (128, 384), (128, 128), (128, 512)
-BLOCK = {
-    "lab": lab,
-    "torch": torch,
-    "device": torch.device("cpu"),
-    "checkpoint": checkpoint,
-    "block": lab.build_model("gpt2-nano", dropout=0.0, activation="gelu_tanh").transformer.h[0],
-    "block_x": torch.randn(4, 256, 128),
-}
-for cell in nbformat.reads(committed("further/checkpointing.ipynb"), as_version=4).cells:
-    if cell.id in ("shared", "s1-names", "s1-block", "s1-cost"):
-        exec(cell.source, BLOCK)
+BLOCK = names_of(
+    "checkpointing",
+    *("shared", "s1-names", "s1-block", "s1-cost"),
+    lab=lab,
+    torch=torch,
+    device=torch.device("cpu"),
+    checkpoint=checkpoint,
+    block=lab.build_model("gpt2-nano", dropout=0.0, activation="gelu_tanh").transformer.h[0],
+    block_x=torch.randn(4, 256, 128),
+)
+EIGHT_BITS = names_of("eight_bits", "a5b4888a", torch=torch)
+rounded = EIGHT_BITS["rounded"]
 FIXED_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "0.01)"))
 
 # (notebook, cell, the answer's name, other names that the cell reads, answers)
@@ -97,12 +75,9 @@ CELLS = [
             right=[floor_ms],
             broken={
                 "how many operations": [("2 * m", "m")],
-                "for a large product": [("max(computing, moving)", "(computing + moving)")],
-                "what limits it, and": [("max(", "min(")],
-                "has a term": [("1000 * ", "")],
-                "for a row of 16 bits": [("max(computing, moving)", "computing")],
+                "what limits it": [("max(", "min(")],
                 "one is written": [(" + m * n", "")],
-                "a row of 16 bits": [("bytes_per_number * (", "4 * (")],
+                "Count bytes": [("bytes_per_number * (", "4 * (")],
             },
         ),
     ),
@@ -163,14 +138,16 @@ CELLS = [
         "eight_bits",
         "71785714",
         "my_blocks",
-        {"torch": torch, "rounded": round_to_fp8, "E4M3": E4M3},
+        EIGHT_BITS,
         Solution(
-            right=[by_loop, lambda x, block: round_to_fp8(x, E4M3, block=block).nan_to_num()],
+            right=[lambda x, block: rounded(x, E4M3, block=block).nan_to_num()],
             wrong={
-                "a block of zeros": lambda x, block: round_to_fp8(x, E4M3, block=block),
-                "one scale for the whole tensor": lambda x, block: round_to_fp8(x, E4M3),
-                "for each row": lambda x, block: round_to_fp8(x, E4M3, block=x.shape[1]),
-                "differ from the right": lambda x, block: by_loop(x, 4),
+                "a block of zeros": lambda x, block: rounded(x, E4M3, block=block),
+                "one scale for the whole tensor": lambda x, block: rounded(x, E4M3),
+                "for each row": lambda x, block: rounded(x, E4M3, block=x.shape[1]),
+                "E5M2": lambda x, block: rounded(x, torch.float8_e5m2, block=block),
+                "nothing is rounded": lambda x, block: x,
+                "differ from the right": lambda x, block: rounded(x, E4M3, block=4).nan_to_num(),
             },
         ),
     ),
@@ -180,12 +157,12 @@ CELLS = [
         "my_limit",
         {"torch": torch},
         Solution(
-            right=[lost_below, half_to_neighbour],
+            right=[lost_below],
             wrong={
                 "low for 1.5 in torch.bfloat16": lambda *_: 1e-9,
                 "high for 0.375": lambda weight, dtype, direction: torch.finfo(dtype).eps / 2,
                 "high for 1.5 in torch.float16": lambda w, _, up: lost_below(w, BF16, up),
-                "high for 1.0 in torch.bfloat16, direction -1": lambda *w: lost_below(*w[:2], 1),
+                "high for 0.25 in torch.float16, direction -1": lambda *w: lost_below(*w[:2], 1),
             },
         ),
     ),
