@@ -5,13 +5,11 @@ is on a card.
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
 
 from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import (
@@ -34,8 +32,6 @@ from labutils.config.choices import (
 )
 
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
-DISAGREE = "disagree"  # pydantic's type of a mistake: values that do not go together
-TYPES_ONLY = "types only"  # a context of `Config.model_validate`: values need not go together
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -54,48 +50,77 @@ class ConfigError(ValueError):
     """A config that cannot be used. `str(error)` has one line for each mistake."""
 
 
-def disagreements(values: Mapping[str, Any], device_type: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for values that are fine alone but not together.
+def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> dict[str, str]:
+    """Return {key: message} for values that are fine alone but not together.
 
-    A rule whose keys are not all there is left out. `device_type`, if it is given, adds what that
-    kind of device never has. The key is the last of its rule, in the order of `Config`.
+    What is not there breaks no rule. `device_type`, if it is given, adds what that kind of device
+    never has.
     """
     value = values.get
-    model, dropout, precision = value("model"), value("dropout"), value("precision")
-    per_pass = value("seq_len", 0) * value("micro_batch_size", 0)
-    tokens, steps = value("tokens_per_step", 0), value("steps", math.inf)
-    if per_pass and tokens % per_pass:
-        text = f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}"
-        yield "tokens_per_step", f"{text}; the next one is {tokens - tokens % per_pass + per_pass}"
-    if value("lr_warmup_steps", 0) > steps:
-        yield "lr_warmup_steps", f"are more than the {steps} steps of the run; 0 is no warm-up"
-
-    in_backward = "optimizer_in_backward"
-    if value(in_backward):
-        if value("max_grad_norm"):
-            yield in_backward, "clipping needs all gradients at once; set max_grad_norm to 0"
-        if precision in MAY_SCALE_LOSS:
-            yield in_backward, "a loss scale needs all gradients at once; use precision: bf16, say"
-        if per_pass and tokens > per_pass:
-            text = "updates after each micro-batch; set tokens_per_step to"
-            yield in_backward, f"{text} {per_pass}, or micro_batch_size up"
-
-    if value("weights") == "pretrained":
-        if model and not MODELS[model].is_published:
-            yield "weights", f"{model} has no pretrained weights; use random, or model: gpt2"
-        if value("seq_len", 0) > 1024:
-            yield "seq_len", "pretrained GPT-2 knows 1024 positions; use weights: random"
-        if value("pad_vocab"):
-            yield (
-                "pad_vocab",
-                "pretrained weights have GPT-2's vocabulary of 50257; set it to false",
-            )
-
-    if value("attention") == "flash":
-        if device_type == "cpu" and dropout:
-            yield "attention", "a CPU has flash without dropout only; use auto, or dropout: 0.0"
-        if device_type == "cuda" and precision in NO_AUTOCAST:
-            yield "attention", f"flash exists in 16 bits only, not in {precision}; use auto"
+    model, precision, seq_len = value("model"), value("precision"), value("seq_len", 0)
+    tokens, steps = value("tokens_per_step", 0), value("steps", 0)
+    per_pass = seq_len * value("micro_batch_size", 0) or tokens or 1
+    is_pretrained, is_flash = value("weights") == "pretrained", value("attention") == "flash"
+    is_in_backward = value("optimizer_in_backward")
+    rules = [  # (key, whether it is broken, message)
+        (
+            "weights",
+            is_pretrained and model and not MODELS[model].is_published,
+            f"{model} has no pretrained weights; use random, or model: gpt2",
+        ),
+        (
+            "seq_len",
+            is_pretrained and seq_len > 1024,
+            "pretrained GPT-2 knows 1024 positions; use weights: random",
+        ),
+        (
+            "tokens_per_step",
+            tokens % per_pass,
+            f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; the next one "
+            f"is {tokens - tokens % per_pass + per_pass}",
+        ),
+        (
+            "lr_warmup_steps",
+            0 < steps < value("lr_warmup_steps", 0),
+            f"are more than the {steps} steps of the run; 0 is no warm-up",
+        ),
+        (
+            "optimizer_in_backward",
+            is_in_backward and value("max_grad_norm"),
+            "clipping needs all gradients at once; set max_grad_norm to 0",
+        ),
+        (
+            "optimizer_in_backward",
+            is_in_backward and precision in MAY_SCALE_LOSS,
+            "a loss scale needs all gradients at once; use precision: bf16, say",
+        ),
+        (
+            "optimizer_in_backward",
+            is_in_backward and per_pass < tokens,
+            f"updates after each micro-batch; set tokens_per_step to {per_pass}, or "
+            "micro_batch_size up",
+        ),
+        (
+            "attention",
+            is_flash and device_type == "cpu" and value("dropout"),
+            "a CPU has flash without dropout only; use auto, or dropout: 0.0",
+        ),
+        (
+            "attention",
+            is_flash and device_type == "cuda" and precision in NO_AUTOCAST,
+            f"flash exists in 16 bits only, not in {precision}; use auto",
+        ),
+        (
+            "pad_vocab",
+            is_pretrained and value("pad_vocab"),
+            "pretrained weights have GPT-2's vocabulary of 50257; set it to false",
+        ),
+    ]
+    texts: dict[str, str] = {}
+    for key, is_broken, text in rules:
+        if is_broken:
+            texts[key] = f"{texts[key]}; {text}" if key in texts else f"`{key}`: {text}"
+    return texts
 
 
 class Config(BaseModel):
@@ -190,13 +215,10 @@ class Config(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _agrees(cls, value: Any, info: ValidationInfo) -> Any:
-        """Compare a value with those above it. The context is TYPES_ONLY, a device type or None."""
-        if info.context != TYPES_ONLY:
-            pairs = disagreements(info.data | {info.field_name: value}, info.context)
-            texts = [text for key, text in pairs if key == info.field_name]
-            if texts:
-                raise PydanticCustomError(DISAGREE, "; ".join(texts))
+    def _note(cls, value: Any, info: ValidationInfo) -> Any:
+        """Note a value in its type in the context, if there is one, whatever others are."""
+        if info.context is not None:
+            info.context[info.field_name] = value
         return value
 
     @property
@@ -211,7 +233,8 @@ class Config(BaseModel):
         Raises ConfigError if the overridden values do not agree with the others on this device.
         """
         cpu = self.when_cpu if device_type == "cpu" else {}
-        config, mistakes = checked(self.model_dump() | cpu | {"when_cpu": {}}, device_type)
+        config = self.model_copy(update=cpu | {"when_cpu": {}, "overrides": {}})
+        mistakes = disagreements(dict(config), device_type)
         if mistakes:
             raise ConfigError(f"{self.name} on {device_type}: {'; '.join(mistakes.values())}")
         return config
@@ -237,39 +260,34 @@ def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 
-def checked(
-    values: Mapping[str, Any], context: str | None = None
-) -> tuple[Config | None, dict[str, str]]:
-    """Return (the config of values, {}), or (None, {key: what is wrong}); "" is for missing keys.
+def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (the values that are right alone, in their types, {key: what is wrong with another}).
 
-    The context may be "cpu" or "cuda", to judge what that lacks too, or TYPES_ONLY: values need not
-    go together.
+    The key "" is for missing ones.
     """
+    known, mistakes, missing = {}, {}, []
     try:
-        return Config.model_validate(values, context=context), {}
+        Config.model_validate(values, context=known)
+        return known, {}
     except ValidationError as error:
         details = error.errors()
-    mistakes, missing = {}, []
     for detail in details:
-        key, kind, hint = str(detail["loc"][0]), detail["type"], ""
-        text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+        key, kind = str(detail["loc"][0]), detail["type"]
         if kind == "missing":
             missing.append(f"`{key}`")
-            continue
-        if kind == "extra_forbidden":
+        elif kind == "extra_forbidden":
             mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
-            continue
-        field = Config.model_fields[key]
-        if kind == "string_pattern_mismatch":
-            text = f"expected {field.description}"
-        if kind == "literal_error":
-            hint = did_you_mean(str(detail["input"]), field.annotation.__args__)
-        if kind != DISAGREE:
-            text += f", got {repr(detail['input'])[:60]}.{hint}"
-        mistakes[key] = f"`{key}`: {text}"
+        else:
+            field, hint = Config.model_fields[key], ""
+            text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+            if kind == "string_pattern_mismatch":
+                text = f"expected {field.description}"
+            if kind == "literal_error":
+                hint = did_you_mean(str(detail["input"]), field.annotation.__args__)
+            mistakes[key] = f"`{key}`: {text}, got {repr(detail['input'])[:60]}.{hint}"
     if missing:
         mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
-    return None, mistakes
+    return known, mistakes
 
 
 SLOW_STEPS_DIVISOR = 8  # a slow precision trains this many times fewer steps
@@ -281,14 +299,12 @@ class Run:
     """A config as it runs on a card.
 
     `config` has a value for every key, `when_cpu` applied; its `steps` are as planned. `steps` are
-    those that will be taken: fewer where the precision is slow, and `reason` says why. `changes`
-    says what does not come from the main part of the file: a line for each source.
+    those that will be taken: fewer where the precision is slow, and `reason` says why.
     """
 
     config: Config
     card: Card
     steps: int
-    changes: list[str]
     reason: str = ""
 
 
@@ -300,23 +316,20 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
     can be predicted. A CPU is asked only `to_train`: its products are timed, and the bytes of a
     step do not depend on them.
     """
-    resolved, changes = config.on(card.device_type), config.changes(card.device_type)
+    resolved = config.on(card.device_type)
     precision = precision_on(resolved.precision, card)
     resolved = resolved.model_copy(update={"precision": precision})
     if card.gpu is None and not to_train:
-        return Run(resolved, card, resolved.steps, changes)
-    is_only_predicted = not to_train and not card.is_here
-    if is_only_predicted and PRECISIONS[precision].is_emulated:
-        support = card.support(precision)
-    else:
-        support = card.require(precision)
+        return Run(resolved, card, resolved.steps)
+    may_emulate = PRECISIONS[precision].is_emulated and not (to_train or card.is_here)
+    support = card.support(precision) if may_emulate else card.require(precision)
     needed = ATTENTION[resolved.attention].since
     if card.gpu and card.gpu.capability < needed:
         kind = resolved.attention
         message = f"{kind} attention cannot run {card.place}: it needs Ampere or later; use auto"
         raise PrecisionUnsupported(message)
     steps = fewer_steps(resolved.steps) if support.slow else resolved.steps
-    return Run(resolved, card, steps, changes, support.reason)
+    return Run(resolved, card, steps, support.reason)
 
 
 def precision_on(precision: str, card: Card) -> str:
