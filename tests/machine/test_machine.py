@@ -27,7 +27,7 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
         monkeypatch.setattr(torch, "ones", ones)
-        monkeypatch.setattr(machine, "driver_memory", lambda _: (free_gib * GIB - 1000, 8 * GIB))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib * GIB - 1000, 8 * GIB))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
         machine.gpu_problem.cache_clear()
         return machine.gpu_problem()
@@ -82,7 +82,7 @@ def test_setup_says_when_other_programs_compute(monkeypatch, capsys):
 
 def test_what_torch_holds_unused_is_free(monkeypatch):
     """One answer to "how much is free on this card", whoever asks."""
-    monkeypatch.setattr(machine, "driver_memory", lambda device: (2 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 8 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
     assert machine.free_bytes(torch.device("cuda")) == 4 * GIB
