@@ -65,7 +65,8 @@ class Speed:
     """How fast a GPU is: its datasheet's peaks, and what single operations reach of them.
 
     `tflops` are dense peaks (no sparsity) by the kind of the products; `reached` is what large
-    products were measured to reach, also in TFLOP/s: nothing on an uncalibrated card. Shares are of `gb_per_s`, 10^9 bytes a second.
+    products were measured to reach, also in TFLOP/s: empty if nothing was measured on the card.
+    Shares are of `gb_per_s`, 10^9 bytes a second.
     """
 
     tflops: Mapping[str, float]
