@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from labutils.cli import main
-from labutils.config import reader
 from labutils.files import REFERENCE_DIR
 from labutils.training.runs import RunRecord, load_record
 from tests.helpers import REPO, TINY
@@ -30,16 +29,15 @@ def record(name: str, number: int) -> None:
 def test_run_then_runs_then_compare(runs, capsys):
     assert main(["run", "fp32", *SMALL]) == 0
     assert re.search(r"tokens/s, MFU [\d.]+ % of [\d.]+ TFLOP/s, ", capsys.readouterr().out)
-    assert json.loads(next(runs.glob("fp32-*.json")).read_text())["config"]["steps"] == 3
     assert main(["run", "fp32", *SMALL, "--set=name=other", "--set=learning_rate=1e-3"]) == 0
+    assert load_record("other").config["learning_rate"] == 1e-3
     capsys.readouterr()
     assert main(["runs"]) == 0
     listed = capsys.readouterr().out
     assert all(word in listed for word in ("fp32-", "other-", "completed", "tokens/s", "peak MiB"))
     assert main(["compare", "fp32", "other"]) == 0
     table = capsys.readouterr().out
-    assert "learning rate" in table and "speedup" in table and "weight decay" not in table
-    assert table.count(" MFU ") == 2
+    assert "learning rate" in table and "weight decay" not in table and table.count(" MFU ") == 2
     assert main(["compare", "fp32", "other", "--csv"]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header == (
@@ -78,51 +76,24 @@ def test_wrong_usage_exits_with_2(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["check", "bf16"], ["predict", "--help"]])
-def test_what_needs_no_torch_answers_at_once(arguments):
+def test_what_needs_no_torch_imports_none(arguments):
     code = (
-        "import sys, time; from labutils.cli import main; code = main(sys.argv[1:])\n"
+        "import sys; from labutils.cli import main; code = main(sys.argv[1:])\n"
         "heavy = {'torch', 'numpy', 'pandas', 'matplotlib', 'transformers', 'rich'}\n"
-        "print(code, heavy & sys.modules.keys(), time.process_time(), sep=';', file=sys.stderr)"
+        "print(code, heavy & sys.modules.keys(), file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, *arguments]
-    seconds = []
-    for _ in range(3):  # the least busy one counts
-        answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-        exit_code, imported, used = answer.stderr.split(";")
-        assert (exit_code, imported) == ("0", "set()")
-        seconds.append(float(used))
-    assert min(seconds) < 0.5  # of the processor
+    answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert answer.stderr == "0 set()\n"
 
 
-@pytest.fixture
-def edited(tmp_path):
-    """Return a function that gives the path of an edited copy of the shipped bf16 config."""
-
-    def edit(*changes: tuple[str, str]):
-        text = (reader.CONFIGS_DIR / "bf16_config.yaml").read_text(encoding="utf-8")
-        for before, after in changes:
-            assert before in text
-            text = text.replace(before, after, 1)
-        path = tmp_path / "mine.yaml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return edit
-
-
-def test_check_names_every_mistake_once(tmp_path, edited, capsys):
-    bad, few = tmp_path / "bad.yaml", tmp_path / "few.yaml"
+def test_check_says_what_is_right_and_what_is_not(tmp_path, capsys):
+    bad = tmp_path / "bad.yaml"
     bad.write_text("steps: x\n")
-    few.write_text("name: few\nseed: 0\n")
     assert main(["check", "fp32", str(bad)]) == 1
-    captured = capsys.readouterr()
-    assert "fp32: ok" in captured.out and f"{bad}:1: `steps`" in captured.err
-    assert main(["check", str(few)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert "missing: `note`, `model`, `weights`, " in line and "see fp32_config.yaml" in line
-    assert main(["check", str(edited(("\nsteps: 60 ", "\nstpes: 60 ")))]) == 1
-    missing, line = capsys.readouterr().err.splitlines()
-    assert "missing: `steps`;" in missing and "Did you mean `steps`?" in line
+    printed, errors = capsys.readouterr()
+    assert printed == "fp32: ok\n" and f"{bad}:1: `steps`" in errors
+    assert "missing: `name`, `note`, `seed`, " in errors and "see fp32_config.yaml" in errors
 
 
 def test_runs_are_limited_and_filtered(runs, capsys):
