@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 import re
 import signal
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from labutils.cli import main
-from labutils.files import REFERENCE_DIR
+from labutils.pages import all_notebooks
 from labutils.training.runs import RunRecord, load_record
 from tests.helpers import REPO, TINY
 
@@ -110,12 +108,10 @@ def test_runs_are_limited_and_filtered(runs, capsys):
         assert listed.count("-20261122-") == n_rows and says in listed
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-@pytest.mark.parametrize("stop", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_a_stop_ends_with_130_a_record_and_the_state_of_its_last_step(runs, stop):
-    sizes = [*SMALL, "--set=steps=3000", "--set=save_every=1000000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "labutils", "run", "fp32", *sizes],
+def started(*arguments: str) -> subprocess.Popen:
+    """Start a command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "labutils", *arguments],
         cwd=REPO,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -123,6 +119,12 @@ def test_a_stop_ends_with_130_a_record_and_the_state_of_its_last_step(runs, stop
         # a background shell may have ignored it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("stop", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+def test_a_stop_ends_with_130_a_record_and_the_state_of_its_last_step(runs, stop):
+    process = started("run", "fp32", *SMALL, "--set=steps=3000", "--set=save_every=1000000")
     printed = ""
     while "loss " not in printed:  # the progress bar after some steps
         printed += (character := process.stdout.read(1))
@@ -155,16 +157,5 @@ def test_all_commands_are_listed_and_doctor_times_every_notebook(capsys):
     assert main(["doctor"]) in (0, 1)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("device", "torch", "fp16", "bf16", "tf32", "runs"))
-    notebooks = [*REPO.glob("0*.ipynb"), *REPO.glob("further/*.ipynb")]
-    with (REFERENCE_DIR / "notebook_seconds.csv").open(encoding="utf-8", newline="") as file:
-        assert {row["notebook"] for row in csv.DictReader(file)} == {p.stem for p in notebooks}
     if not torch.cuda.is_available():
-        assert all(re.search(rf"{path.stem} \d", printed) for path in notebooks)
-
-
-def test_a_prediction_as_json_has_bytes_and_times(capsys):
-    assert main(["predict", "fp32", "--device", "cpu", "--gpu-memory-gib", "8", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["fits"] is True and facts["needed_gib"] < facts["budget_gib"] == 8
-    assert facts["peak_bytes"] == sum(facts["categories"].values())
-    assert facts["low_ms"] < facts["step_ms"] < facts["high_ms"]
+        assert all(re.search(rf"{path.stem} \d", printed) for path in all_notebooks())
