@@ -6,17 +6,20 @@ pydantic gives them their types: so 1e-4 is a number, and `off` a word.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from labutils.config.card import COLUMNS, N_NEEDED, Card, card_of_row
-from labutils.config.schema import Config, ConfigError, did_you_mean, disagreements, typed
+from labutils.config.schema import Config, ConfigError, disagreements
 from labutils.files import CONFIGS_DIR
 
 CPU_PART = "when_cpu"
@@ -42,6 +45,13 @@ def short_names() -> list[str]:
     """Return the short names of the configs there are: bf16 for configs/bf16_config.yaml."""
     stems = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml"))]
     return [stem.removesuffix("_config").removeprefix("my_") for stem in stems]
+
+
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question that names the choice most like a word, or nothing."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 
 class YamlFile:
@@ -98,6 +108,39 @@ class YamlFile:
 
 
 # ---- Configs
+
+
+def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (the values that are right alone, in their types, {key: what is wrong with another}).
+
+    The key "" is for missing ones.
+    """
+    known, mistakes, missing = {}, {}, []
+    try:
+        Config.model_validate(values, context=known)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = str(detail["loc"][0])
+            if detail["type"] == "missing":
+                missing.append(f"`{key}`")
+            elif detail["type"] == "extra_forbidden":
+                mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
+            else:
+                mistakes[key] = f"`{key}`: {_expected(Config.model_fields[key], detail)}"
+    if missing:
+        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
+    return known, mistakes
+
+
+def _expected(field: FieldInfo, detail: Mapping[str, Any]) -> str:
+    """Return what pydantic has expected of a value, and what it got."""
+    text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+    hint = ""
+    if detail["type"] == "string_pattern_mismatch":
+        text = f"expected {field.description}"
+    if detail["type"] == "literal_error":
+        hint = did_you_mean(str(detail["input"]), get_args(field.annotation))
+    return f"{text}, got {repr(detail['input'])[:60]}.{hint}"
 
 
 def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:

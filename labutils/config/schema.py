@@ -4,12 +4,11 @@ is on a card.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import (
@@ -33,17 +32,18 @@ from labutils.config.choices import (
 
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
-Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrOff = Annotated[int, Field(ge=0, le=10**9)]
 
 
 def one_of(rows: Rows, *more: Choice, of: str = "") -> Any:
-    """Return a field's description that names its choices, with what stands behind each."""
-    named = []
-    for row in (*rows.values(), *more):
-        named.append(f"{row.name} ({row.help})" if row.help else row.name)
-    return Field(description=" | ".join(named) + (f": {of}" if of else ""))
+    """Return the type of a value that names one of the rows; its description has what stands behind
+    each.
+    """
+    choices = [*rows.values(), *more]
+    named = [f"{row.name} ({row.help})" if row.help else row.name for row in choices]
+    description = " | ".join(named) + (f": {of}" if of else "")
+    return Annotated[Literal[*(row.name for row in choices)], Field(description=description)]
 
 
 class ConfigError(ValueError):
@@ -137,11 +137,12 @@ class Config(BaseModel):
     name: str = Field(pattern=NAME_PATTERN, description="letters, digits and . + - _ =, at most 60")
     note: str = Field(description="free text, shown in tables")
     seed: int = Field(ge=0, lt=2**31, description="fixes weights, batches and dropout")
-    model: Literal[*MODELS] = one_of(MODELS)
-    weights: Literal[*WEIGHTS] = one_of(WEIGHTS)
-    corpus: Text = Field(
+    model: one_of(MODELS)
+    weights: one_of(WEIGHTS)
+    corpus: str = Field(
+        min_length=1,
         description="stdlib (text that ships with Python) | path of a UTF-8 text file, "
-        "relative to this file"
+        "relative to this file",
     )
     seq_len: int = Field(
         ge=2,
@@ -161,7 +162,7 @@ class Config(BaseModel):
         le=10,
         description="the highest of the schedule; 1e-4 is a number here, unlike plain PyYAML",
     )
-    lr_schedule: Literal[*SCHEDULES] = one_of(SCHEDULES)
+    lr_schedule: one_of(SCHEDULES)
     lr_warmup_steps: CountOrOff = Field(description="optimizer steps of linear warm-up")
     weight_decay: float = Field(ge=0, le=1, description="on matrices only, decoupled (AdamW)")
     max_grad_norm: float = Field(
@@ -173,20 +174,20 @@ class Config(BaseModel):
     save_every: CountOrOff = Field(
         description="optimizer steps between saved states, to continue with run --resume; 0 = none"
     )
-    precision: Literal[*PRECISIONS, SIXTEEN_BIT.name] = one_of(PRECISIONS, SIXTEEN_BIT)
+    precision: one_of(PRECISIONS, SIXTEEN_BIT)
     init_scale: float = Field(gt=0, le=2.0**60, description="first loss scale; read by fp16 only")
     growth_interval: Count = Field(
         description="steps without overflow before the loss scale doubles; read by fp16 only"
     )
-    optimizer: Literal[*OPTIMIZERS] = one_of(OPTIMIZERS)
-    optimizer_impl: Literal[*OPTIMIZER_IMPLEMENTATIONS] = one_of(OPTIMIZER_IMPLEMENTATIONS)
+    optimizer: one_of(OPTIMIZERS)
+    optimizer_impl: one_of(OPTIMIZER_IMPLEMENTATIONS)
     optimizer_in_backward: bool = Field(
         description="true updates and frees each gradient at once: no clipping, no accumulation"
     )
     dropout: float = Field(ge=0, lt=1, description="GPT-2 was trained with 0.1")
-    activation: Literal[*ACTIVATIONS] = one_of(ACTIVATIONS)
+    activation: one_of(ACTIVATIONS)
     use_cache: bool = Field(description="true keeps keys and values that training never reads")
-    attention: Literal[*ATTENTION] = one_of(ATTENTION)
+    attention: one_of(ATTENTION)
     pad_vocab: bool = Field(
         description="true rounds the vocabulary up to a multiple of 64 (50257 to 50304); "
         "random weights"
@@ -194,8 +195,8 @@ class Config(BaseModel):
     loss_chunk_tokens: CountOrOff = Field(
         description="0 = all logits at once; else the loss in chunks of so many tokens"
     )
-    compile: Literal[*COMPILE_MODES] = one_of(COMPILE_MODES, of="torch.compile")
-    gradient_checkpointing: Literal[*CHECKPOINTING] = one_of(CHECKPOINTING)
+    compile: one_of(COMPILE_MODES, of="torch.compile")
+    gradient_checkpointing: one_of(CHECKPOINTING)
     memory_limit_gib: float = Field(
         ge=0,
         le=1e6,
@@ -244,50 +245,13 @@ class Config(BaseModel):
         cpu = self.when_cpu if device_type == "cpu" else {}
         lines = []
         for source, values in {"on a CPU (when_cpu)": cpu, "override": self.overrides}.items():
-            if values:
-                texts = [f"{key} {values[key]}" for key in KEYS[2:] if key in values]
+            texts = [f"{key} {values[key]}" for key in KEYS[2:] if key in values]
+            if texts:
                 lines.append(f"{source}: {', '.join(texts)}")
         return lines
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
-
-
-def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question that names the choice most like a word, or nothing."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
-
-
-def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (the values that are right alone, in their types, {key: what is wrong with another}).
-
-    The key "" is for missing ones.
-    """
-    known, mistakes, missing = {}, {}, []
-    try:
-        Config.model_validate(values, context=known)
-        return known, {}
-    except ValidationError as error:
-        details = error.errors()
-    for detail in details:
-        key, kind = str(detail["loc"][0]), detail["type"]
-        if kind == "missing":
-            missing.append(f"`{key}`")
-        elif kind == "extra_forbidden":
-            mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
-        else:
-            field, hint = Config.model_fields[key], ""
-            text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
-            if kind == "string_pattern_mismatch":
-                text = f"expected {field.description}"
-            if kind == "literal_error":
-                hint = did_you_mean(str(detail["input"]), field.annotation.__args__)
-            mistakes[key] = f"`{key}`: {text}, got {repr(detail['input'])[:60]}.{hint}"
-    if missing:
-        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
-    return known, mistakes
 
 
 SLOW_STEPS_DIVISOR = 8  # a slow precision trains this many times fewer steps
@@ -299,12 +263,14 @@ class Run:
     """A config as it runs on a card.
 
     `config` has a value for every key, `when_cpu` applied; its `steps` are as planned. `steps` are
-    those that will be taken: fewer where the precision is slow, and `reason` says why.
+    those that will be taken: fewer where the precision is slow, and `reason` says why. `changes`
+    says what does not come from the main part of the file: a line for each source.
     """
 
     config: Config
     card: Card
     steps: int
+    changes: list[str]
     reason: str = ""
 
 
@@ -316,11 +282,11 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
     can be predicted. A CPU is asked only `to_train`: its products are timed, and the bytes of a
     step do not depend on them.
     """
-    resolved = config.on(card.device_type)
+    resolved, changes = config.on(card.device_type), config.changes(card.device_type)
     precision = precision_on(resolved.precision, card)
     resolved = resolved.model_copy(update={"precision": precision})
     if card.gpu is None and not to_train:
-        return Run(resolved, card, resolved.steps)
+        return Run(resolved, card, resolved.steps, changes)
     may_emulate = PRECISIONS[precision].is_emulated and not (to_train or card.is_here)
     support = card.support(precision) if may_emulate else card.require(precision)
     needed = ATTENTION[resolved.attention].since
@@ -329,7 +295,7 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
         message = f"{kind} attention cannot run {card.place}: it needs Ampere or later; use auto"
         raise PrecisionUnsupported(message)
     steps = fewer_steps(resolved.steps) if support.slow else resolved.steps
-    return Run(resolved, card, steps, support.reason)
+    return Run(resolved, card, steps, changes, support.reason)
 
 
 def precision_on(precision: str, card: Card) -> str:
