@@ -234,7 +234,7 @@ class Config(BaseModel):
         Raises ConfigError if the overridden values do not agree with the others on this device.
         """
         cpu = self.when_cpu if device_type == "cpu" else {}
-        config = self.model_copy(update=cpu | {"when_cpu": {}, "overrides": {}})
+        config = Config.model_validate(dict(self) | cpu | {"when_cpu": {}, "overrides": {}})
         mistakes = disagreements(dict(config), device_type)
         if mistakes:
             raise ConfigError(f"{self.name} on {device_type}: {'; '.join(mistakes.values())}")
