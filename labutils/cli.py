@@ -36,25 +36,11 @@ ALLOCATOR = "reserved_bytes", "reserved_expandable_bytes", "needed_expandable_by
 SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"  # see _print_table
 
 
-def _configs(incomplete: str) -> list[str]:
-    """Return what the Tab key offers for a config: short names, and YAML files here."""
-    from labutils.config.reader import short_names
-
-    names = [*short_names(), *map(str, Path().glob("*.yaml"))]
-    return [name for name in names if name.startswith(incomplete)]
-
-
 def _no_nan(value: float | None) -> float | None:
     """Refuse NaN, which is in every range."""
     if value is not None and math.isnan(value):
         raise typer.BadParameter("nan is no amount of memory")
     return value
-
-
-def _run_names(incomplete: str) -> list[str]:
-    """Return what the Tab key offers for a run: the names of records."""
-    names = {path.stem.rsplit("-", 3)[0] for path in runs_dir().glob("*-*-*-*.json")}
-    return sorted(name for name in names if name.startswith(incomplete))
 
 
 CONFIG = "a YAML file, or a short name such as bf16"
@@ -63,9 +49,9 @@ COURSE = 'names of the course\'s such as "02" or "scaler", or paths (the four)'
 PLACES = f"one of {', '.join(CARDS)}, this, cpu (a100)"
 SHEET = "a card of your own, a YAML file of its datasheet"
 ADVISE = "instead: the changes that would save most memory, in a config or a run"
-ConfigName = Annotated[str, typer.Argument(help=CONFIG, autocompletion=_configs)]
-ConfigNames = Annotated[list[str], typer.Argument(help=CONFIG, autocompletion=_configs)]
-RunNames = Annotated[list[str], typer.Argument(help=RUN, autocompletion=_run_names)]
+ConfigName = Annotated[str, typer.Argument(help=CONFIG)]
+ConfigNames = Annotated[list[str], typer.Argument(help=CONFIG)]
+RunNames = Annotated[list[str], typer.Argument(help=RUN)]
 Notebooks = Annotated[list[str], typer.Argument(help=COURSE)]
 Pairs = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a value")]
 Rerun = Annotated[bool, typer.Option("--rerun", help="train even if an equal run is recorded")]

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,26 +26,24 @@ from labutils.config.card import CARDS, CONTEXT_GIB, CPU, Card, Gpu, Support
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def _control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folder of this process's control group, and those around it; none but on Linux.
+def _limits(controller: str, *files: str) -> Iterator[tuple[Path, int, int]]:
+    """Yield (folder, limit, other number) of the control groups of this process that set a limit.
 
-    Of version 2, and of version 1 for a controller. In a container the path in MEMBERSHIP is often
-    the host's: some folders do not exist.
+    They stand in two files, or in one. Groups are of version 2, and of version 1 for a controller;
+    there are none but on Linux. In a container the path in MEMBERSHIP is often the host's: some
+    folders do not exist.
     """
     lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
-        if not controllers or controller in controllers.split(","):
-            folder = CGROUPS / controllers / path.lstrip("/")
-            yield from (folder, *folder.parents)
-
-
-def _limit(group: Path, *files: str) -> list[int]:
-    """Return the numbers in files of a group; nothing if one is missing, or sets no limit."""
-    numbers = []
-    with suppress(OSError, ValueError):  # "max" in version 2, -1 in version 1
-        for file in files:
-            numbers += [int(word) for word in (group / file).read_text().split()]
-    return numbers if len(numbers) == 2 and numbers[0] >= 0 else []
+        if controllers and controller not in controllers.split(","):
+            continue
+        folder = CGROUPS / controllers / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # "max" in version 2 is no limit
+                words = " ".join((group / file).read_text() for file in files).split()
+                limit, other = map(int, words)
+                if limit >= 0:  # -1 in version 1 is none
+                    yield group, limit, other
 
 
 def usable_cpus() -> int:
@@ -52,10 +51,9 @@ def usable_cpus() -> int:
     cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
-    for group in _control_groups("cpu"):
-        version_1 = _limit(group, "cpu.cfs_quota_us", "cpu.cfs_period_us")
-        if limit := _limit(group, "cpu.max") or version_1:
-            cpus = min(cpus, math.ceil(limit[0] / limit[1]))
+    version_1 = _limits("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    for _, quota, period in (*_limits("cpu", "cpu.max"), *version_1):
+        cpus = min(cpus, math.ceil(quota / period))
     return cpus
 
 
@@ -66,13 +64,11 @@ def free_host_bytes() -> int:
     What a group uses for files it can give back at once counts as free.
     """
     free = psutil.virtual_memory().available
-    for group in _control_groups("memory"):
-        version_1 = _limit(group, "memory.limit_in_bytes", "memory.usage_in_bytes")
-        if limit := _limit(group, "memory.max", "memory.current") or version_1:
-            lines = (group / "memory.stat").read_text().splitlines()
-            stat = dict(line.split() for line in lines)
-            files = stat.get("total_inactive_file") or stat.get("inactive_file", 0)
-            free = min(free, limit[0] - limit[1] + int(files))
+    version_1 = _limits("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    for group, limit, used in (*_limits("memory", "memory.max", "memory.current"), *version_1):
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = stat.get("total_inactive_file") or stat.get("inactive_file", 0)
+        free = min(free, limit - used + int(files))
     return max(0, free)
 
 
@@ -117,7 +113,7 @@ def gpu_problem() -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own: the error says it
             torch.ones(1, device=f"cuda:{card}").sum().item()
-            free = driver_memory(card)[0] + torch.cuda.memory_reserved(card)
+            free = torch.cuda.mem_get_info(card)[0] + torch.cuda.memory_reserved(card)
     except (RuntimeError, AssertionError) as error:
         return (
             f"{name} is present, but torch cannot compute on it: {str(error).splitlines()[0]}. "
@@ -130,11 +126,6 @@ def gpu_problem() -> str:
         f"{name} has {free / 2**30:.1f} GiB free; the smallest GPT-2 run of the course takes "
         f"{SMALLEST_GIB:g}. Fix: close what holds the rest (see nvidia-smi), restart this kernel"
     )
-
-
-def driver_memory(device: torch.device | int) -> tuple[int, int]:
-    """Return (bytes that no process holds, all bytes) of a GPU, as its driver says."""
-    return torch.cuda.mem_get_info(device)
 
 
 def nvidia_smi(field: str) -> tuple[str, ...]:
@@ -165,7 +156,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return free_host_bytes()
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free, _ = driver_memory(device)
+    free, _ = torch.cuda.mem_get_info(device)
     return free + unused
 
 
@@ -276,23 +267,20 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, n: int, repeats: int =
     """
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, device=device, generator=generator).to(dtype) for _ in range(2))
+    product = partial(torch.matmul, a, b)
     if device.type == "cuda":
-        a @ b
-        return 2 * n**3 / min(cuda_seconds(partial(torch.matmul, a, b)) for _ in range(repeats))
+        product()
+        return 2 * n**3 / min(cuda_seconds(product) for _ in range(repeats))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # Windows counts a thread's time in steps of 16 ms.
     clock = time.perf_counter if sys.platform == "win32" else time.thread_time
-    seconds = []
     try:
-        a @ b
-        for _ in range(repeats):
-            start = clock()
-            a @ b
-            seconds.append(clock() - start)
+        product()
+        seconds = min(timeit.repeat(product, timer=clock, repeat=repeats, number=1))
     finally:
         torch.set_num_threads(threads)
-    return threads * 2 * n**3 / min(seconds)
+    return threads * 2 * n**3 / seconds
 
 
 def cuda_seconds(call: Callable[[], object], times: int = 10) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 import re
 import signal
@@ -14,8 +12,7 @@ import pytest
 import torch
 
 from labutils.cli import main
-from labutils.config import reader
-from labutils.files import REFERENCE_DIR
+from labutils.pages import all_notebooks
 from labutils.training.runs import RunRecord, load_record
 from tests.helpers import REPO, TINY
 
@@ -30,16 +27,15 @@ def record(name: str, number: int) -> None:
 def test_run_then_runs_then_compare(runs, capsys):
     assert main(["run", "fp32", *SMALL]) == 0
     assert re.search(r"tokens/s, MFU [\d.]+ % of [\d.]+ TFLOP/s, ", capsys.readouterr().out)
-    assert json.loads(next(runs.glob("fp32-*.json")).read_text())["config"]["steps"] == 3
     assert main(["run", "fp32", *SMALL, "--set=name=other", "--set=learning_rate=1e-3"]) == 0
+    assert load_record("other").config["learning_rate"] == 1e-3
     capsys.readouterr()
     assert main(["runs"]) == 0
     listed = capsys.readouterr().out
     assert all(word in listed for word in ("fp32-", "other-", "completed", "tokens/s", "peak MiB"))
     assert main(["compare", "fp32", "other"]) == 0
     table = capsys.readouterr().out
-    assert "learning rate" in table and "speedup" in table and "weight decay" not in table
-    assert table.count(" MFU ") == 2
+    assert "learning rate" in table and "weight decay" not in table and table.count(" MFU ") == 2
     assert main(["compare", "fp32", "other", "--csv"]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header == (
@@ -78,51 +74,24 @@ def test_wrong_usage_exits_with_2(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["check", "bf16"], ["predict", "--help"]])
-def test_what_needs_no_torch_answers_at_once(arguments):
+def test_what_needs_no_torch_imports_none(arguments):
     code = (
-        "import sys, time; from labutils.cli import main; code = main(sys.argv[1:])\n"
+        "import sys; from labutils.cli import main; code = main(sys.argv[1:])\n"
         "heavy = {'torch', 'numpy', 'pandas', 'matplotlib', 'transformers', 'rich'}\n"
-        "print(code, heavy & sys.modules.keys(), time.process_time(), sep=';', file=sys.stderr)"
+        "print(code, heavy & sys.modules.keys(), file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, *arguments]
-    seconds = []
-    for _ in range(3):  # the least busy one counts
-        answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-        exit_code, imported, used = answer.stderr.split(";")
-        assert (exit_code, imported) == ("0", "set()")
-        seconds.append(float(used))
-    assert min(seconds) < 0.5  # of the processor
+    answer = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert answer.stderr == "0 set()\n"
 
 
-@pytest.fixture
-def edited(tmp_path):
-    """Return a function that gives the path of an edited copy of the shipped bf16 config."""
-
-    def edit(*changes: tuple[str, str]):
-        text = (reader.CONFIGS_DIR / "bf16_config.yaml").read_text(encoding="utf-8")
-        for before, after in changes:
-            assert before in text
-            text = text.replace(before, after, 1)
-        path = tmp_path / "mine.yaml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return edit
-
-
-def test_check_names_every_mistake_once(tmp_path, edited, capsys):
-    bad, few = tmp_path / "bad.yaml", tmp_path / "few.yaml"
+def test_check_says_what_is_right_and_what_is_not(tmp_path, capsys):
+    bad = tmp_path / "bad.yaml"
     bad.write_text("steps: x\n")
-    few.write_text("name: few\nseed: 0\n")
     assert main(["check", "fp32", str(bad)]) == 1
-    captured = capsys.readouterr()
-    assert "fp32: ok" in captured.out and f"{bad}:1: `steps`" in captured.err
-    assert main(["check", str(few)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert "missing: `note`, `model`, `weights`, " in line and "see fp32_config.yaml" in line
-    assert main(["check", str(edited(("\nsteps: 60 ", "\nstpes: 60 ")))]) == 1
-    missing, line = capsys.readouterr().err.splitlines()
-    assert "missing: `steps`;" in missing and "Did you mean `steps`?" in line
+    printed, errors = capsys.readouterr()
+    assert printed == "fp32: ok\n" and f"{bad}:1: `steps`" in errors
+    assert "missing: `name`, `note`, `seed`, " in errors and "see fp32_config.yaml" in errors
 
 
 def test_runs_are_limited_and_filtered(runs, capsys):
@@ -139,12 +108,10 @@ def test_runs_are_limited_and_filtered(runs, capsys):
         assert listed.count("-20261122-") == n_rows and says in listed
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-@pytest.mark.parametrize("stop", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_a_stop_ends_with_130_a_record_and_the_state_of_its_last_step(runs, stop):
-    sizes = [*SMALL, "--set=steps=3000", "--set=save_every=1000000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "labutils", "run", "fp32", *sizes],
+def started(*arguments: str) -> subprocess.Popen:
+    """Start a command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "labutils", *arguments],
         cwd=REPO,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -152,6 +119,12 @@ def test_a_stop_ends_with_130_a_record_and_the_state_of_its_last_step(runs, stop
         # a background shell may have ignored it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("stop", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+def test_a_stop_ends_with_130_a_record_and_the_state_of_its_last_step(runs, stop):
+    process = started("run", "fp32", *SMALL, "--set=steps=3000", "--set=save_every=1000000")
     printed = ""
     while "loss " not in printed:  # the progress bar after some steps
         printed += (character := process.stdout.read(1))
@@ -184,17 +157,5 @@ def test_all_commands_are_listed_and_doctor_times_every_notebook(capsys):
     assert main(["doctor"]) in (0, 1)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("device", "torch", "fp16", "bf16", "tf32", "runs"))
-    notebooks = [*REPO.glob("0*.ipynb"), *REPO.glob("further/*.ipynb")]
-    with (REFERENCE_DIR / "notebook_seconds.csv").open(encoding="utf-8", newline="") as file:
-        assert {row["notebook"] for row in csv.DictReader(file)} == {p.stem for p in notebooks}
     if not torch.cuda.is_available():
-        assert all(re.search(rf"{path.stem} \d", printed) for path in notebooks)
-
-
-def test_a_prediction_as_json_has_bytes_and_times(capsys, monkeypatch):
-    monkeypatch.setattr("labutils.prediction.time.others_compute", lambda: False)
-    assert main(["predict", "fp32", "--device", "cpu", "--gpu-memory-gib", "8", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["fits"] is True and facts["needed_gib"] < facts["budget_gib"] == 8
-    assert facts["peak_bytes"] == sum(facts["categories"].values())
-    assert facts["low_ms"] < facts["step_ms"] < facts["high_ms"]
+        assert all(re.search(rf"{path.stem} \d", printed) for path in all_notebooks())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import nbformat
@@ -35,29 +34,21 @@ def submission(*answers: str, runs: str = "my_runs = 24", step: str = RIGHT_STEP
     return [SETUP, *answers, runs, CHECK_RUNS, step, CHECK_STEP]
 
 
-# {student: (cells, {exercise: how its verdict begins})}
-HONEST = {
-    "plain": submission(),
-    "imports gc": submission("import gc; gc.collect()"),
-    "inspects": submission("import inspect; print(inspect.getsource(lab.guess))"),
-    "shuffles": submission("import random; x = [1, 2]; random.shuffle(x)"),
-    "aliases": [
-        "from labutils import exercises as judge",
-        RIGHT_STEP,
-        "judge.amp_step(my_step)",
-        "judge.block_runs(n_layer=12, unit=3, answer=24)",
-    ],
-    "deletes a key": submission("d = {'a': 1}; del d['a']", runs="d[0] = 24; my_runs = d[0]"),
-    "fills a list": submission(
-        runs="def fill(x):\n    x.append(24)\nx = []\nfill(x)\nmy_runs = x[0]"
+RIGHT = ["right", "right"]
+# {student: (cells, how the verdicts of its two exercises begin)}
+CLASS = {
+    "plain": (submission(), RIGHT),
+    "aliases": (
+        [
+            "from labutils import exercises as judge",
+            RIGHT_STEP,
+            "judge.amp_step(my_step)",
+            "judge.block_runs(n_layer=12, unit=3, answer=24)",
+        ],
+        RIGHT,
     ),
-    "lambda": submission(
-        step=f"{RIGHT_STEP}\nstep = my_step\nmy_step = lambda *given: step(*given)"
-    ),
-    "tries first": submission("my_runs = 12", CHECK_RUNS),
-    "other cells fail": submission("1 / 0"),
-}
-OTHERS = {
+    "tries first": (submission("my_runs = 12", CHECK_RUNS), RIGHT),
+    "other cells fail": (submission("1 / 0"), RIGHT),
     "open": (submission(runs="my_runs = None", step=STEP), ["open", "open"]),
     "no checkpoint": (submission(runs="my_runs = 12"), ["wrong: that is the step", "right"]),
     "too long": (
@@ -96,26 +87,22 @@ def course(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_class_is_graded(course, tmp_path):
-    for student, cells in HONEST.items():
-        write(tmp_path / "class" / student / "answers.ipynb", cells)
-    for student, (cells, _) in OTHERS.items():
+    for student, (cells, _) in CLASS.items():
         write(tmp_path / "class" / f"{student}.ipynb", cells)
-    write(tmp_path / "class" / "open" / "optional.ipynb", [SETUP])
+    write(tmp_path / "class" / "in two" / "answers.ipynb", submission())
+    write(tmp_path / "class" / "in two" / "optional.ipynb", [SETUP])
     write(tmp_path / "class" / "empty.ipynb", [])
     (tmp_path / "class" / "text.ipynb").write_text("no notebook")
     out = tmp_path / "out"
     scores = grade_folder(tmp_path / "class", out, timeout=20, jobs=2, course=[course])
-    assert len(scores) == len(HONEST) + len(OTHERS) + 2
-    columns = ["block_runs", "amp_step"]
-    for student in HONEST:
-        assert list(scores.loc[student, columns]) == ["right", "right"], student
-    for student, (_, begins) in OTHERS.items():
-        for verdict, begin in zip(scores.loc[student, columns], begins, strict=True):
-            assert verdict.startswith(begin), (student, verdict)
-    for student in ("empty", "text"):
-        assert scores.loc[student, columns].str.startswith("look at this").all()
+    looks = ["look at this", "look at this"]
+    expected = {student: begins for student, (_, begins) in CLASS.items()}
+    expected |= {"in two": RIGHT, "empty": looks, "text": looks}
+    assert set(scores.index) == set(expected)
+    for student, begins in expected.items():
+        for exercise, begin in zip(("block_runs", "amp_step"), begins, strict=True):
+            assert scores.loc[student, exercise].startswith(begin), student
     assert scores.loc["plain", "right"] == 2 and scores.loc["exits", "right"] == 1
-    assert not re.search("tamper|cheat", scores.to_string())
     read = pd.read_csv(out / "scores.csv", index_col="student")
     assert read.loc["no checkpoint", "block_runs"].startswith("wrong: that is the step")
     wrong = pd.read_csv(out / "misconceptions.csv")

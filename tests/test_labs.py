@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 
 import nbformat
@@ -13,6 +11,7 @@ import pytest
 from labutils import pages
 from labutils.cli import main
 from tests.helpers import REPO
+from tests.test_cli import started
 
 
 def test_a_student_copy_has_no_outputs_and_no_solutions(tmp_path, capsys):
@@ -30,12 +29,16 @@ def test_a_student_copy_has_no_outputs_and_no_solutions(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["02", "02-Gradient_Accumulation", "02-Gradient_Accumulation.ipynb"]
+    ("name", "path"),
+    [
+        ("02", "02-Gradient_Accumulation.ipynb"),
+        ("02-Gradient_Accumulation", "02-Gradient_Accumulation.ipynb"),
+        ("scaler.ipynb", "further/scaler.ipynb"),
+    ],
 )
-def test_a_notebook_of_the_course_has_short_names(name, tmp_path, monkeypatch):
+def test_a_notebook_of_the_course_has_short_names(name, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # not the course's folder
-    assert pages.find_notebook(name) == REPO / "02-Gradient_Accumulation.ipynb"
-    assert pages.find_notebook("scaler") == REPO / "further" / "scaler.ipynb"
+    assert pages.find_notebook(name) == REPO / path
 
 
 def test_a_wrong_name_ends_before_anything_runs_and_names_the_notebooks(runs, capsys):
@@ -56,19 +59,11 @@ def test_a_file_that_is_no_notebook_is_named_as_such(content, tmp_path, capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals of this kind")
-def test_ctrl_c_keeps_what_was_executed_and_begins_no_other_notebook(tmp_path):
-    runs = tmp_path / "runs"
+def test_ctrl_c_keeps_what_was_executed_and_begins_no_other_notebook(runs, tmp_path):
     sources = "print('as far as this')", "import time; time.sleep(99)"
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "long.ipynb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "labutils", "labs", str(tmp_path / "long.ipynb"), "02"],
-        cwd=REPO,
-        env=os.environ | {"LABUTILS_RUNS": str(runs)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = started("labs", str(tmp_path / "long.ipynb"), "02")
     assert "cell 1/2" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from labutils.config.choices import PRECISIONS, Precision, Rows
@@ -65,7 +65,8 @@ class Speed:
     """How fast a GPU is: its datasheet's peaks, and what single operations reach of them.
 
     `tflops` are dense peaks (no sparsity) by the kind of the products; `reached` is what large
-    products were measured to reach, also in TFLOP/s. Shares are of `gb_per_s`, 10^9 bytes a second.
+    products were measured to reach, also in TFLOP/s: empty if nothing was measured on the card.
+    Shares are of `gb_per_s`, 10^9 bytes a second.
     """
 
     tflops: Mapping[str, float]
@@ -79,11 +80,6 @@ class Speed:
     # What a linear layer reaches of the fastest square product: 74 of 81.3 TFLOP/s, BERT-large in
     # 16 bits on an RTX 3090 Ti, github.com/mli/transformers-benchmarks.
     layers: float = 0.91
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether operations were measured on this very card."""
-        return bool(self.reached)
 
     def product_rate(self, kind: str) -> float:
         """Return the FLOP/s of large products of a kind.
@@ -136,17 +132,8 @@ class Card:
     def support(self, precision: str) -> Support:
         """Return what the device makes of a precision. Raises ValueError for an unknown one."""
         row = PRECISIONS[precision]
-        return self._on_a_gpu(row) if self.gpu else self._on_a_cpu(row)
-
-    def require(self, precision: str) -> Support:
-        """Return `support(precision)`, or raise PrecisionUnsupported with the way out."""
-        answer = self.support(precision)
-        if not answer.ok:
-            message = f"precision {precision} cannot run {self.place}: {answer.reason}"
-            raise PrecisionUnsupported(message)
-        return answer
-
-    def _on_a_gpu(self, row: Precision) -> Support:
+        if self.gpu is None:
+            return self._on_a_cpu(row)
         if not row.without_hardware:
             return Support(True, False, "native")
         is_bf16 = row.products == "bfloat16"
@@ -168,6 +155,14 @@ class Card:
         reason = f"a {row.products} product takes {times} times as long as a float32 one here"
         return Support(True, slow, reason)
 
+    def require(self, precision: str) -> Support:
+        """Return `support(precision)`, or raise PrecisionUnsupported with the way out."""
+        answer = self.support(precision)
+        if not answer.ok:
+            message = f"precision {precision} cannot run {self.place}: {answer.reason}"
+            raise PrecisionUnsupported(message)
+        return answer
+
 
 CPU = Card("cpu", 0.0)
 
@@ -183,24 +178,25 @@ def card_of_row(row: Mapping[str, str]) -> Card:
 
     What is empty, or not there, is not known: of most columns `Speed` has a usual number.
     """
-    major, _, minor = row["compute_capability"].partition(".")
-    capability = int(major), int(minor or 0)
-    known = {column: text for column, text in row.items() if text and column != "name"}
-    numbers = {column: float(text) for column, text in known.items()}
+    numbers = {column: float(text) for column, text in row.items() if text and column != "name"}
     tflops, reached = {}, {}
     for kind in KINDS:
         for rates, column in ((tflops, f"{kind}_tflops"), (reached, f"reached_{kind}")):
             if column.lower() in numbers:
                 rates[kind] = numbers[column.lower()]
-    usual = Speed(tflops, numbers["bandwidth_gb_s"], reached)
-    forward, backward = usual.flash
-    speed = replace(
-        usual,
-        elements=numbers.get("elements_share", usual.elements),
-        rows=numbers.get("rows_share", usual.rows),
-        flash=(numbers.get("flash_forward", forward), numbers.get("flash_backward", backward)),
-        unaligned=numbers.get("unaligned", usual.unaligned),
+    speed = Speed(
+        tflops,
+        numbers["bandwidth_gb_s"],
+        reached,
+        numbers.get("elements_share", Speed.elements),
+        numbers.get("rows_share", Speed.rows),
+        (
+            numbers.get("flash_forward", Speed.flash[0]),
+            numbers.get("flash_backward", Speed.flash[1]),
+        ),
+        numbers.get("unaligned", Speed.unaligned),
     )
+    capability = divmod(round(10 * numbers["compute_capability"]), 10)
     threads = MOST_THREADS.get(capability, 2048)
     gpu = Gpu(capability, int(numbers["multiprocessors"]), threads, bf16="bfloat16" in tflops)
     return Card(row["name"], numbers["memory_gib"], gpu, speed=speed)

@@ -96,11 +96,10 @@ NO_AUTOCAST = [row.name for row in PRECISIONS.values() if not row.is_16bit]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An update rule, and the bytes of state that it keeps per parameter of 4 bytes."""
+    """An update rule, and what it keeps."""
 
     name: str
     help: str = ""
-    state_bytes: float = 0
     moment_bits: int = 32  # of each number that it keeps
     is_adamw: bool = True
     has_implementations: bool = True  # torch's own: see OPTIMIZER_IMPLEMENTATIONS
@@ -108,16 +107,15 @@ class Optimizer:
 
 OPTIMIZERS = Rows(
     "optimizers",
-    Optimizer("adamw", state_bytes=8),
-    Optimizer("adamw_bf16", state_bytes=4, moment_bits=16, has_implementations=False),
+    Optimizer("adamw"),
+    Optimizer("adamw_bf16", moment_bits=16, has_implementations=False),
     Optimizer(
         "adamw_8bit",
         "moments in fewer bytes",
-        state_bytes=2 * (1 + 4 / 256),  # a code, and its share of a float32 scale per 256 codes
         moment_bits=8,
         has_implementations=False,
     ),
-    Optimizer("sgd", state_bytes=4, is_adamw=False),
+    Optimizer("sgd", is_adamw=False),
 )
 SMALLEST_STATE = OPTIMIZERS["adamw_8bit"]
 OPTIMIZER_IMPLEMENTATIONS = Rows(
@@ -147,25 +145,24 @@ ATTENTION = Rows(
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What autograd keeps of GPT-2's blocks. `repeats`: the whole forward pass runs twice."""
+    """What autograd keeps of GPT-2's blocks."""
 
     name: str
     help: str = ""
     blocks_per_unit: int = 1  # blocks between two inputs that are kept
     is_on: bool = True
-    repeats: bool = True
     keeps_products: bool = False  # results of matrix products are not computed again
     to_host: bool = False  # what autograd keeps goes to the host's memory
 
 
 CHECKPOINTING = Rows(
     "checkpointing policies",
-    Checkpointing("none", is_on=False, repeats=False),
+    Checkpointing("none", is_on=False),
     Checkpointing("block"),
     Checkpointing("every_2", blocks_per_unit=2),
     Checkpointing("every_4", "computed again", blocks_per_unit=4),
-    Checkpointing("selective", repeats=False, keeps_products=True),
-    Checkpointing("offload", repeats=False, to_host=True),
+    Checkpointing("selective", keeps_products=True),
+    Checkpointing("offload", to_host=True),
 )
 EACH_BLOCK = CHECKPOINTING["block"]
 

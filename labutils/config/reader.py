@@ -6,20 +6,24 @@ pydantic gives them their types: so 1e-4 is a number, and `off` a word.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from labutils.config.card import COLUMNS, N_NEEDED, Card, card_of_row
-from labutils.config.schema import TYPES_ONLY, Config, ConfigError, checked, did_you_mean
+from labutils.config.schema import Config, ConfigError, disagreements
 from labutils.files import CONFIGS_DIR
 
 CPU_PART = "when_cpu"
+IN_CPU_PART = "when_cpu."
 EXPECTED = 'Expected lines of `key: value`, indented with spaces; text with a colon in "quotes"'
 UNSAID = ("note", "save_every")  # they change no result, so they are not in a run's name
 
@@ -43,17 +47,23 @@ def short_names() -> list[str]:
     return [stem.removesuffix("_config").removeprefix("my_") for stem in stems]
 
 
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question that names the choice most like a word, or nothing."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
+
+
 class YamlFile:
     """A flat YAML file: the text of each key, its line, and the mistakes found in the file.
 
-    `texts` may have one block, under CPU_PART; any other is {}, and a list is []. Raises
-    ConfigError for a file that is not YAML.
+    `texts` may have one block, under CPU_PART; any other is {}, and a list is []. `lines` are by
+    key, after "when_cpu." for those of the block. `mistakes` are (line, text), 0 for the whole.
+    Raises ConfigError for a file that is not YAML.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines: dict[tuple[str, ...], int] = {}
-        self.mistakes: set[tuple[int, str]] = set()
+        self.path, self.lines, self.mistakes = path, {}, set()
         try:
             root = yaml.compose(path.read_text(encoding="utf-8-sig"), yaml.BaseLoader)
             if not isinstance(root, yaml.MappingNode):
@@ -70,22 +80,22 @@ class YamlFile:
         except (ValueError, yaml.YAMLError, RecursionError) as error:  # not UTF-8 text, say
             raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
 
-    def _texts(self, block: yaml.MappingNode, *under: str) -> dict[str, Any]:
-        texts: dict[str, Any] = {}
+    def _texts(self, block: yaml.MappingNode, under: str = "") -> dict[str, Any]:
+        texts = {}
         for key_node, node in block.value:
             key, line = str(key_node.value), key_node.start_mark.line + 1
             if key in texts:
                 self.mistakes.add((line, f"`{key}` is given twice; delete one"))
             elif isinstance(node, yaml.MappingNode):
-                texts[key] = self._texts(node, key) if (*under, key) == (CPU_PART,) else {}
+                texts[key] = self._texts(node, IN_CPU_PART) if under + key == CPU_PART else {}
             else:
                 texts[key] = node.value if isinstance(node, yaml.ScalarNode) else []
-            self.lines.setdefault((*under, key), line)
+            self.lines.setdefault(under + key, line)
         return texts
 
-    def add(self, key: str, mistake: str, *under: str) -> None:
+    def add(self, key: str, mistake: str, under: str = "") -> None:
         """Note a mistake where `key` stands, looking under `under` first; else of the whole."""
-        line = self.lines.get((*under, key)) or self.lines.get((key,), 0)
+        line = self.lines.get(under + key) or self.lines.get(key, 0)
         self.mistakes.add((line, mistake))
 
     def raise_if_any(self) -> None:
@@ -98,6 +108,39 @@ class YamlFile:
 
 
 # ---- Configs
+
+
+def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (the values that are right alone, in their types, {key: what is wrong with another}).
+
+    The key "" is for missing ones.
+    """
+    known, mistakes, missing = {}, {}, []
+    try:
+        Config.model_validate(values, context=known)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = str(detail["loc"][0])
+            if detail["type"] == "missing":
+                missing.append(f"`{key}`")
+            elif detail["type"] == "extra_forbidden":
+                mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
+            else:
+                mistakes[key] = f"`{key}`: {_expected(Config.model_fields[key], detail)}"
+    if missing:
+        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
+    return known, mistakes
+
+
+def _expected(field: FieldInfo, detail: Mapping[str, Any]) -> str:
+    """Return what pydantic has expected of a value, and what it got."""
+    text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+    hint = ""
+    if detail["type"] == "string_pattern_mismatch":
+        text = f"expected {field.description}"
+    if detail["type"] == "literal_error":
+        hint = did_you_mean(str(detail["input"]), get_args(field.annotation))
+    return f"{text}, got {repr(detail['input'])[:60]}.{hint}"
 
 
 def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
@@ -118,12 +161,13 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
             if not Path(part["corpus"]).is_file():
                 file.add("corpus", f"`corpus`: no such file: {corpus!r}")
 
-    on_gpu, on_cpu = values | overrides, values | when_cpu | overrides
-    config, mistakes = checked(on_gpu)
-    cpu, mistakes_on_cpu = checked(on_cpu)
-    if overrides and (config or cpu):  # what fits one kind of device is judged when it runs
-        config, mistakes = checked(on_gpu, TYPES_ONLY)
-        cpu, mistakes_on_cpu = checked(on_cpu, TYPES_ONLY)
+    gpu, mistakes = typed(values | overrides)
+    cpu, mistakes_on_cpu = typed(values | when_cpu | overrides)
+    all_mistakes = mistakes | disagreements(gpu)
+    all_on_cpu = mistakes_on_cpu | disagreements(cpu)
+    # what fits one kind of device only is judged when it runs
+    if not overrides or (all_mistakes and all_on_cpu):
+        mistakes, mistakes_on_cpu = all_mistakes, all_on_cpu
     for key, text in mistakes.items():
         if key in overrides:
             file.add("", f"override: {text}")
@@ -131,13 +175,14 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
             file.add(key, text)
     for key, text in mistakes_on_cpu.items():
         if text != mistakes.get(key):
-            file.add(key, f"{text} (on a CPU, with what `when_cpu` sets)", CPU_PART)
+            file.add(key, f"{text} (on a CPU, with what `when_cpu` sets)", IN_CPU_PART)
     file.raise_if_any()
 
-    changes = {key: getattr(config, key) for key in overrides}
-    cpu_changes = {key: getattr(cpu, key) for key in when_cpu if key not in changes}
+    changes = {key: gpu[key] for key in overrides}
+    cpu_changes = {key: cpu[key] for key in when_cpu if key not in changes}
     named = _named(values.get("name", ""), changes) | changes
-    return config.model_copy(update=named | {"when_cpu": cpu_changes, "overrides": changes})
+    parts = {"when_cpu": cpu_changes, "overrides": changes}
+    return Config.model_construct(**gpu | named | parts)
 
 
 def load_card(path: str | os.PathLike[str]) -> Card:
@@ -189,7 +234,8 @@ def config_of(values: Mapping[str, Any], source: str) -> Config:
 
     Raises ConfigError with a line for each value that this version of the course does not know.
     """
-    config, mistakes = checked(values)
+    known, mistakes = typed(values)
+    mistakes |= disagreements(known)
     if mistakes:
         raise ConfigError("\n".join(f"{source}: {text}" for text in mistakes.values()))
-    return config
+    return Config.model_construct(**known)

@@ -4,14 +4,11 @@ is on a card.
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import (
@@ -34,68 +31,96 @@ from labutils.config.choices import (
 )
 
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
-DISAGREE = "disagree"  # pydantic's type of a mistake: values that do not go together
-TYPES_ONLY = "types only"  # a context of `Config.model_validate`: values need not go together
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
-Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrOff = Annotated[int, Field(ge=0, le=10**9)]
 
 
 def one_of(rows: Rows, *more: Choice, of: str = "") -> Any:
-    """Return a field's description that names its choices, with what stands behind each."""
-    named = []
-    for row in (*rows.values(), *more):
-        named.append(f"{row.name} ({row.help})" if row.help else row.name)
-    return Field(description=" | ".join(named) + (f": {of}" if of else ""))
+    """Return the type of a value that names one of the rows; its description has what stands behind
+    each.
+    """
+    choices = [*rows.values(), *more]
+    named = [f"{row.name} ({row.help})" if row.help else row.name for row in choices]
+    description = " | ".join(named) + (f": {of}" if of else "")
+    return Annotated[Literal[*(row.name for row in choices)], Field(description=description)]
 
 
 class ConfigError(ValueError):
     """A config that cannot be used. `str(error)` has one line for each mistake."""
 
 
-def disagreements(values: Mapping[str, Any], device_type: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for values that are fine alone but not together.
+def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> dict[str, str]:
+    """Return {key: message} for values that are fine alone but not together.
 
-    A rule whose keys are not all there is left out. `device_type`, if it is given, adds what that
-    kind of device never has. The key is the last of its rule, in the order of `Config`.
+    What is not there breaks no rule. `device_type`, if it is given, adds what that kind of device
+    never has.
     """
     value = values.get
-    model, dropout, precision = value("model"), value("dropout"), value("precision")
-    per_pass = value("seq_len", 0) * value("micro_batch_size", 0)
-    tokens, steps = value("tokens_per_step", 0), value("steps", math.inf)
-    if per_pass and tokens % per_pass:
-        text = f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}"
-        yield "tokens_per_step", f"{text}; the next one is {tokens - tokens % per_pass + per_pass}"
-    if value("lr_warmup_steps", 0) > steps:
-        yield "lr_warmup_steps", f"are more than the {steps} steps of the run; 0 is no warm-up"
-
-    in_backward = "optimizer_in_backward"
-    if value(in_backward):
-        if value("max_grad_norm"):
-            yield in_backward, "clipping needs all gradients at once; set max_grad_norm to 0"
-        if precision in MAY_SCALE_LOSS:
-            yield in_backward, "a loss scale needs all gradients at once; use precision: bf16, say"
-        if per_pass and tokens > per_pass:
-            text = "updates after each micro-batch; set tokens_per_step to"
-            yield in_backward, f"{text} {per_pass}, or micro_batch_size up"
-
-    if value("weights") == "pretrained":
-        if model and not MODELS[model].is_published:
-            yield "weights", f"{model} has no pretrained weights; use random, or model: gpt2"
-        if value("seq_len", 0) > 1024:
-            yield "seq_len", "pretrained GPT-2 knows 1024 positions; use weights: random"
-        if value("pad_vocab"):
-            yield (
-                "pad_vocab",
-                "pretrained weights have GPT-2's vocabulary of 50257; set it to false",
-            )
-
-    if value("attention") == "flash":
-        if device_type == "cpu" and dropout:
-            yield "attention", "a CPU has flash without dropout only; use auto, or dropout: 0.0"
-        if device_type == "cuda" and precision in NO_AUTOCAST:
-            yield "attention", f"flash exists in 16 bits only, not in {precision}; use auto"
+    model, precision, seq_len = value("model"), value("precision"), value("seq_len", 0)
+    tokens, steps = value("tokens_per_step", 0), value("steps", 0)
+    per_pass = seq_len * value("micro_batch_size", 0) or tokens or 1
+    is_pretrained, is_flash = value("weights") == "pretrained", value("attention") == "flash"
+    is_in_backward = value("optimizer_in_backward")
+    rules = [  # (key, whether it is broken, message)
+        (
+            "weights",
+            is_pretrained and model and not MODELS[model].is_published,
+            f"{model} has no pretrained weights; use random, or model: gpt2",
+        ),
+        (
+            "seq_len",
+            is_pretrained and seq_len > 1024,
+            "pretrained GPT-2 knows 1024 positions; use weights: random",
+        ),
+        (
+            "tokens_per_step",
+            tokens % per_pass,
+            f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; the next one "
+            f"is {tokens - tokens % per_pass + per_pass}",
+        ),
+        (
+            "lr_warmup_steps",
+            0 < steps < value("lr_warmup_steps", 0),
+            f"are more than the {steps} steps of the run; 0 is no warm-up",
+        ),
+        (
+            "optimizer_in_backward",
+            is_in_backward and value("max_grad_norm"),
+            "clipping needs all gradients at once; set max_grad_norm to 0",
+        ),
+        (
+            "optimizer_in_backward",
+            is_in_backward and precision in MAY_SCALE_LOSS,
+            "a loss scale needs all gradients at once; use precision: bf16, say",
+        ),
+        (
+            "optimizer_in_backward",
+            is_in_backward and per_pass < tokens,
+            f"updates after each micro-batch; set tokens_per_step to {per_pass}, or "
+            "micro_batch_size up",
+        ),
+        (
+            "attention",
+            is_flash and device_type == "cpu" and value("dropout"),
+            "a CPU has flash without dropout only; use auto, or dropout: 0.0",
+        ),
+        (
+            "attention",
+            is_flash and device_type == "cuda" and precision in NO_AUTOCAST,
+            f"flash exists in 16 bits only, not in {precision}; use auto",
+        ),
+        (
+            "pad_vocab",
+            is_pretrained and value("pad_vocab"),
+            "pretrained weights have GPT-2's vocabulary of 50257; set it to false",
+        ),
+    ]
+    texts: dict[str, str] = {}
+    for key, is_broken, text in rules:
+        if is_broken:
+            texts[key] = f"{texts[key]}; {text}" if key in texts else f"`{key}`: {text}"
+    return texts
 
 
 class Config(BaseModel):
@@ -112,11 +137,12 @@ class Config(BaseModel):
     name: str = Field(pattern=NAME_PATTERN, description="letters, digits and . + - _ =, at most 60")
     note: str = Field(description="free text, shown in tables")
     seed: int = Field(ge=0, lt=2**31, description="fixes weights, batches and dropout")
-    model: Literal[*MODELS] = one_of(MODELS)
-    weights: Literal[*WEIGHTS] = one_of(WEIGHTS)
-    corpus: Text = Field(
+    model: one_of(MODELS)
+    weights: one_of(WEIGHTS)
+    corpus: str = Field(
+        min_length=1,
         description="stdlib (text that ships with Python) | path of a UTF-8 text file, "
-        "relative to this file"
+        "relative to this file",
     )
     seq_len: int = Field(
         ge=2,
@@ -136,7 +162,7 @@ class Config(BaseModel):
         le=10,
         description="the highest of the schedule; 1e-4 is a number here, unlike plain PyYAML",
     )
-    lr_schedule: Literal[*SCHEDULES] = one_of(SCHEDULES)
+    lr_schedule: one_of(SCHEDULES)
     lr_warmup_steps: CountOrOff = Field(description="optimizer steps of linear warm-up")
     weight_decay: float = Field(ge=0, le=1, description="on matrices only, decoupled (AdamW)")
     max_grad_norm: float = Field(
@@ -148,20 +174,20 @@ class Config(BaseModel):
     save_every: CountOrOff = Field(
         description="optimizer steps between saved states, to continue with run --resume; 0 = none"
     )
-    precision: Literal[*PRECISIONS, SIXTEEN_BIT.name] = one_of(PRECISIONS, SIXTEEN_BIT)
+    precision: one_of(PRECISIONS, SIXTEEN_BIT)
     init_scale: float = Field(gt=0, le=2.0**60, description="first loss scale; read by fp16 only")
     growth_interval: Count = Field(
         description="steps without overflow before the loss scale doubles; read by fp16 only"
     )
-    optimizer: Literal[*OPTIMIZERS] = one_of(OPTIMIZERS)
-    optimizer_impl: Literal[*OPTIMIZER_IMPLEMENTATIONS] = one_of(OPTIMIZER_IMPLEMENTATIONS)
+    optimizer: one_of(OPTIMIZERS)
+    optimizer_impl: one_of(OPTIMIZER_IMPLEMENTATIONS)
     optimizer_in_backward: bool = Field(
         description="true updates and frees each gradient at once: no clipping, no accumulation"
     )
     dropout: float = Field(ge=0, lt=1, description="GPT-2 was trained with 0.1")
-    activation: Literal[*ACTIVATIONS] = one_of(ACTIVATIONS)
+    activation: one_of(ACTIVATIONS)
     use_cache: bool = Field(description="true keeps keys and values that training never reads")
-    attention: Literal[*ATTENTION] = one_of(ATTENTION)
+    attention: one_of(ATTENTION)
     pad_vocab: bool = Field(
         description="true rounds the vocabulary up to a multiple of 64 (50257 to 50304); "
         "random weights"
@@ -169,8 +195,8 @@ class Config(BaseModel):
     loss_chunk_tokens: CountOrOff = Field(
         description="0 = all logits at once; else the loss in chunks of so many tokens"
     )
-    compile: Literal[*COMPILE_MODES] = one_of(COMPILE_MODES, of="torch.compile")
-    gradient_checkpointing: Literal[*CHECKPOINTING] = one_of(CHECKPOINTING)
+    compile: one_of(COMPILE_MODES, of="torch.compile")
+    gradient_checkpointing: one_of(CHECKPOINTING)
     memory_limit_gib: float = Field(
         ge=0,
         le=1e6,
@@ -190,13 +216,10 @@ class Config(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _agrees(cls, value: Any, info: ValidationInfo) -> Any:
-        """Compare a value with those above it. The context is TYPES_ONLY, a device type or None."""
-        if info.context != TYPES_ONLY:
-            pairs = disagreements(info.data | {info.field_name: value}, info.context)
-            texts = [text for key, text in pairs if key == info.field_name]
-            if texts:
-                raise PydanticCustomError(DISAGREE, "; ".join(texts))
+    def _note(cls, value: Any, info: ValidationInfo) -> Any:
+        """Note a value in its type in the context, if there is one, whatever others are."""
+        if info.context is not None:
+            info.context[info.field_name] = value
         return value
 
     @property
@@ -211,7 +234,8 @@ class Config(BaseModel):
         Raises ConfigError if the overridden values do not agree with the others on this device.
         """
         cpu = self.when_cpu if device_type == "cpu" else {}
-        config, mistakes = checked(self.model_dump() | cpu | {"when_cpu": {}}, device_type)
+        config = Config.model_validate(dict(self) | cpu | {"when_cpu": {}, "overrides": {}})
+        mistakes = disagreements(dict(config), device_type)
         if mistakes:
             raise ConfigError(f"{self.name} on {device_type}: {'; '.join(mistakes.values())}")
         return config
@@ -221,55 +245,13 @@ class Config(BaseModel):
         cpu = self.when_cpu if device_type == "cpu" else {}
         lines = []
         for source, values in {"on a CPU (when_cpu)": cpu, "override": self.overrides}.items():
-            if values:
-                texts = [f"{key} {values[key]}" for key in KEYS[2:] if key in values]
+            texts = [f"{key} {values[key]}" for key in KEYS[2:] if key in values]
+            if texts:
                 lines.append(f"{source}: {', '.join(texts)}")
         return lines
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
-
-
-def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question that names the choice most like a word, or nothing."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
-
-
-def checked(
-    values: Mapping[str, Any], context: str | None = None
-) -> tuple[Config | None, dict[str, str]]:
-    """Return (the config of values, {}), or (None, {key: what is wrong}); "" is for missing keys.
-
-    The context may be "cpu" or "cuda", to judge what that lacks too, or TYPES_ONLY: values need not
-    go together.
-    """
-    try:
-        return Config.model_validate(values, context=context), {}
-    except ValidationError as error:
-        details = error.errors()
-    mistakes, missing = {}, []
-    for detail in details:
-        key, kind, hint = str(detail["loc"][0]), detail["type"], ""
-        text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
-        if kind == "missing":
-            missing.append(f"`{key}`")
-            continue
-        if kind == "extra_forbidden":
-            mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
-            continue
-        field = Config.model_fields[key]
-        if kind == "string_pattern_mismatch":
-            text = f"expected {field.description}"
-        if kind == "literal_error":
-            hint = did_you_mean(str(detail["input"]), field.annotation.__args__)
-        if kind != DISAGREE:
-            text += f", got {repr(detail['input'])[:60]}.{hint}"
-        mistakes[key] = f"`{key}`: {text}"
-    if missing:
-        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
-    return None, mistakes
 
 
 SLOW_STEPS_DIVISOR = 8  # a slow precision trains this many times fewer steps
@@ -305,11 +287,8 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
     resolved = resolved.model_copy(update={"precision": precision})
     if card.gpu is None and not to_train:
         return Run(resolved, card, resolved.steps, changes)
-    is_only_predicted = not to_train and not card.is_here
-    if is_only_predicted and PRECISIONS[precision].is_emulated:
-        support = card.support(precision)
-    else:
-        support = card.require(precision)
+    may_emulate = PRECISIONS[precision].is_emulated and not (to_train or card.is_here)
+    support = card.support(precision) if may_emulate else card.require(precision)
     needed = ATTENTION[resolved.attention].since
     if card.gpu and card.gpu.capability < needed:
         kind = resolved.attention

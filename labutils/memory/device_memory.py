@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from labutils.machine import driver_memory
 from labutils.memory.tensors import tensor_bytes
 
 # the profiler's start and stop messages are not for students
@@ -73,7 +72,7 @@ def cap_to_free(device: torch.device, gib: float = math.inf) -> None:
     """
     if device.type != "cuda":
         return
-    free, total = driver_memory(device)
+    free, total = torch.cuda.mem_get_info(device)
     spills = sys.platform == "win32" or "microsoft" in platform.release().lower()
     most = free + torch.cuda.memory_reserved(device) if spills else total
     # the function takes no bare "cuda"

@@ -298,7 +298,7 @@ class Clock:
             return COMPILED_CPU_BAND, "compiled on a CPU: only eager operations were measured here"
         if self.is_cpu:
             return CPU_BAND, "from operations measured here; steps took 0.57 to 1.3 times as long"
-        if not self.card.speed.is_calibrated:
+        if not self.card.speed.reached:
             return WIDE_BAND, "uncalibrated: nothing was measured on this card, only its datasheet"
         if is_bound:
             return WIDE_BAND, "the card waits for its host, and hosts differ by a factor of two"

@@ -292,7 +292,7 @@ def planned_record(config: Config, run: Run, device: torch.device, data: Data) -
 
 def announce(config: Config, run: Run, device: torch.device, saver: Saver) -> None:
     """Print each value that is not of the main part of the file, and where a run begins."""
-    lines = list(config.changes(device.type))
+    lines = list(run.changes)
     missing = without_expandable_segments()
     if config.expandable_segments and missing and device.type == "cuda":
         lines.append(

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.utils.data import Dataset
 
 from labutils.config.choices import MODELS
 from labutils.config.schema import Config
@@ -206,14 +205,15 @@ def padded_window(
     return [dict(zip(names, batch, strict=True)) for batch in zip(*parts, strict=True)]
 
 
-class SlowSource(Dataset):
-    """Rows of `blocks`, `(n, T)`; each takes `ms` more milliseconds to come. They are slept.
+@dataclass
+class SlowSource:
+    """Rows of `blocks`, `(n, T)`, for a DataLoader. Each sleeps for `ms` milliseconds first.
 
     As from a disk or a network: to see what loading in advance does.
     """
 
-    def __init__(self, blocks: torch.Tensor, ms: float) -> None:
-        self.blocks, self.ms = blocks, ms
+    blocks: torch.Tensor
+    ms: float
 
     def __len__(self) -> int:
         return len(self.blocks)

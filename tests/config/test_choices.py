@@ -10,39 +10,24 @@ import torch
 import labutils as lab
 from labutils.config import choices
 from labutils.config.choices import Rows
-from labutils.techniques import checkpointing, compiling, optimizers
+from labutils.techniques import checkpointing, compiling
 from labutils.techniques.attention import use_attention
 from labutils.techniques.precision import products_dtype
+from labutils.workload.build import build_optimizer
 
 TABLES = [value for value in vars(choices).values() if isinstance(value, Rows)]
 
 
 def optimizer(**changes):
-    config = lab.load_config("fp32")
-    how = {
-        "optimizer": config.optimizer,
-        "implementation": config.optimizer_impl,
-        "learning_rate": 1e-3,
-        "weight_decay": 0.0,
-    }
-    return optimizers.build_optimizer(torch.nn.Linear(2, 2), **how | changes)
+    config = lab.load_config("fp32").model_copy(update=changes)
+    return build_optimizer(torch.nn.Linear(2, 2), config)
 
 
 # Everything that takes a name of a row, with a name that has none.
 ASKED = {
     "dtype": lambda: products_dtype("fp8"),
-    "training": lambda: lab.train(
-        torch.nn.Linear(2, 2), [], lab.lm_loss_sum, optimizer(), steps=1, precision="fp8"
-    ),
-    "prediction": lambda: lab.predict_module(
-        torch.nn.Linear(2, 2),
-        torch.ones(1, 2),
-        lambda model, x: model(x).sum(),
-        torch.optim.SGD,
-        precision="fp8",
-    ),
     "optimizer": lambda: optimizer(optimizer="lion"),
-    "implementation": lambda: optimizer(implementation="quick"),
+    "implementation": lambda: optimizer(optimizer_impl="quick"),
     "attention": lambda: use_attention(lab.build_model(), "linear"),
     "policy": lambda: checkpointing.CheckpointedBlocks(torch.nn.ModuleList(), "some", 0.0),
     "model": lambda: lab.build_model("gpt3"),

@@ -1,0 +1,117 @@
+"""What this machine is: a card that cannot be used is named with its fix; threads are chosen once."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from labutils import machine
+from labutils.session import setup
+
+GIB = 2**30
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Put a card into this machine; return what is wrong with it."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def put(cuda="13.0", is_available=True, error="", free_gib=3.4, name="RTX 4060") -> str:
+        def ones(*_sizes, device):
+            if error:
+                raise RuntimeError(f"{error}\nCompile with TORCH_USE_CUDA_DSA")
+            return torch.zeros(1)
+
+        monkeypatch.setattr(machine, "nvidia_smi", lambda _: (name,) if name else ())
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+        monkeypatch.setattr(torch, "ones", ones)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib * GIB - 1000, 8 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1000)
+        machine.gpu_problem.cache_clear()
+        return machine.gpu_problem()
+
+    yield put
+    machine.gpu_problem.cache_clear()
+
+
+OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+KERNEL = "CUDA error: no kernel image is available for execution on the device"
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({"cuda": None, "is_available": False}, "present, but this torch is a CPU build. Fix: pyt"),
+        ({"is_available": False, "error": OLD}, f"{OLD}. Fix: update the NVIDIA driver"),
+        ({"error": KERNEL}, f"RTX 4060 is present, but torch cannot compute on it: {KERNEL}. Fix"),
+        ({"free_gib": 0.6}, "0.6 GiB free"),
+    ],
+)
+def test_an_unusable_card_is_named_with_its_fix_before_anything_trains(
+    card, capsys, facts, problem
+):
+    assert problem in card(**facts)
+    assert setup().type == "cpu"
+    assert capsys.readouterr().out.startswith("!! GPU NOT USED: RTX 4060")
+
+
+def test_a_usable_card_or_none_is_no_problem(card, monkeypatch):
+    assert card() == "" and machine.choose_device().type == "cuda"
+    assert card(name="") == ""  # no nvidia-smi, as under ROCm
+    assert card(is_available=False, name="") == "" and machine.choose_device().type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a choice
+    assert card(is_available=False) == ""
+
+
+def test_environment_is_text_and_names_the_device():
+    where = machine.choose_device()
+    facts = machine.environment(where)
+    assert all(isinstance(value, str) and value for value in facts.values())
+    assert facts["device"] == machine.device_name(where)
+
+
+def test_what_torch_holds_unused_is_free(monkeypatch):
+    """One answer to "how much is free on this card", whoever asks."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
+    assert machine.free_bytes(torch.device("cuda")) == 4 * GIB
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Return a function that sets what other programs take of four CPUs, and chooses."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 4)
+
+    def _choose(busy: float) -> str:
+        monkeypatch.setattr(machine, "busy_cpus", lambda: busy)
+        return machine.choose_threads()
+
+    machine.choose_threads.cache_clear()
+    torch.set_num_threads(4)
+    yield _choose
+    torch.set_num_threads(before)
+    machine.choose_threads.cache_clear()
+
+
+def test_a_quiet_machine_keeps_its_threads(choose):
+    assert choose(0.3) == "" and torch.get_num_threads() == 4
+
+
+def test_a_busy_machine_computes_with_one_thread_and_says_so(choose, capsys):
+    sentence = choose(1.0)
+    assert "1.0 of 4 CPUs" in sentence and "1 thread here, not 4" in sentence
+    assert choose(0.0) == sentence and torch.get_num_threads() == 1  # chosen once
+    if setup().type == "cpu":
+        assert f"!! {sentence}" in capsys.readouterr().out
+
+
+def test_the_users_own_number_stays(choose, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert "times mean little" in choose(4.0) and torch.get_num_threads() == 4
