@@ -107,15 +107,6 @@ class Trace:
     standing: list[Storage]
     segments: list[Segment]
 
-    def lasting(self) -> list[Storage]:
-        """Return what is alive before every step but the first."""
-        lasting = list(self.standing)
-        for segment in self.segments:
-            for event in segment.events:
-                if event.kind == BIRTH and event.storage.category in LASTING:
-                    lasting.append(event.storage)
-        return lasting
-
 
 class StorageLog(TorchDispatchMode):
     """Notes operations, and birth and death of every storage that they allocate."""
@@ -135,16 +126,19 @@ class StorageLog(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
+        if phase == "clear":  # to the ledger that is the end of the optimizer's phase
+            return
         self.phase = phase
         self.n_micro_batches += phase == "forward"
         micro_batch = None if phase == "optimizer" else self.n_micro_batches - 1
         self.segments.append(Segment(phase, micro_batch))
         self.events = self.segments[-1].events
 
-    def name(self, tensor: torch.Tensor, category: str) -> None:
-        """Give a storage its sure category, for its whole life."""
-        self._see(tensor, category)
-        self.of(tensor).category = category
+    def name(self, tensor: torch.Tensor, category: str) -> Storage:
+        """Give a storage its sure category, for its whole life, and return it."""
+        storage = self._see(tensor, category)
+        storage.category = category
+        return storage
 
     def of(self, tensor: torch.Tensor) -> Storage | None:
         """Return the storage behind a tensor, None if it was never seen."""
@@ -152,13 +146,14 @@ class StorageLog(TorchDispatchMode):
         storage, _ = self.alive.get(tensor.untyped_storage()._cdata, (None, None))
         return storage
 
-    def _see(self, tensor: torch.Tensor, category: str) -> None:
+    def _see(self, tensor: torch.Tensor, category: str) -> Storage:
         memory = tensor.untyped_storage()
         if memory._cdata not in self.alive:
             storage = Storage(memory.nbytes(), category, tensor.dtype)
             end = partial(self._end, memory._cdata)
             self.alive[memory._cdata] = storage, weakref.ref(memory, end)
             self.events.append(Event(BIRTH, storage))
+        return self.alive[memory._cdata][0]
 
     def _end(self, key: int, _: weakref.ref) -> None:
         storage, _ = self.alive.pop(key)
@@ -240,10 +235,13 @@ def trace_step(
 
     `loss_fn` returns the loss to differentiate: it has divided by the number of targets, if at all.
     """
-    tensors = tensors_in_order(model).values()
-    for tensor in tensors:
-        log.name(tensor, PARAMETERS)
-    standing = [log.of(tensor) for tensor in tensors]
+    standing: dict[Storage, None] = {}
+
+    def name_tensors(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            standing[log.name(tensor, PARAMETERS)] = None
+
+    model.apply(name_tensors)  # in the order of `model.to(device)`
 
     def name_gradient(parameter: torch.Tensor) -> None:
         log.name(parameter.grad, GRADIENTS)
@@ -268,10 +266,6 @@ def trace_step(
         log.in_lists = False
         return norm
 
-    def begin(phase: str) -> None:
-        if phase != "clear":  # to the ledger that is the end of the optimizer's phase
-            log.begin(phase)
-
     grad_norm = take_step(
         model,
         micro_batches,
@@ -283,7 +277,7 @@ def trace_step(
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         max_grad_norm=max_grad_norm,
         clip=clip,
-        phase=begin,
+        phase=log.begin,
     )
     for tensor in optimizer_tensors(optimizer):
         log.name(tensor, OPTIMIZER)
@@ -292,7 +286,7 @@ def trace_step(
     log.events = []  # what dies from here on dies with the run
     del grad_norm
     fuse(log.segments)
-    return Trace(standing, log.segments)
+    return Trace([*standing], log.segments)
 
 
 class _Undivided:
@@ -300,16 +294,6 @@ class _Undivided:
 
     def __rtruediv__(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
-
-
-def tensors_in_order(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Return a module's parameters and buffers by id, in the order of `module.to(device)`."""
-    tensors: dict[int, torch.Tensor] = {}
-    for child in module.children():
-        tensors |= tensors_in_order(child)
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        tensors[id(tensor)] = tensor
-    return tensors
 
 
 def traced_module(
@@ -392,18 +376,13 @@ def each_size_once(log: StorageLog) -> Iterator[None]:
 
 # ---- The step of a config
 
-# Keys that leave the bytes of a step alone get one value, so that equal steps are traced once.
+# These leave a step as it is: equal steps are traced once. Random weights have the shapes of
+# pretrained ones, and need no download.
 SAME = {
     "name": "x",
-    "note": "",
-    "seed": 0,
-    "corpus": "stdlib",
     "weights": "random",
     "steps": 1,
-    "learning_rate": 1e-3,
-    "lr_schedule": "constant",
     "lr_warmup_steps": 0,
-    "eval_every": 0,
     "compile": "off",
     "memory_limit_gib": 0,
     "expandable_segments": False,
@@ -437,7 +416,6 @@ def _traced(config_json: str, gpu: Gpu | None) -> Trace:
 
     with fake_world(gpu) as (log, _):
         with default_dtype(precision.weights_dtype(config.precision)):
-            # random weights have the shapes of pretrained ones, and need no download
             model = float32_model(config)
         micro_batches = []
         for _ in range(config.grad_accum_steps):
