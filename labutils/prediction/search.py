@@ -51,7 +51,7 @@ REASONS = {
     "optimizer_impl": "the same update, without temporaries",
     "attention": "the same sums in another order, without (T, T) matrices",
     "precision": "matrix multiplications in 16 bits",
-    "loss_chunk_tokens": "no product twice; smaller ones, and more of them",
+    "loss_chunk_tokens": "the same products in smaller pieces",
     "micro_batch_size": "more micro-batches, equal tokens per step",
     "gradient_checkpointing": "each block's forward pass twice",
     "optimizer": "a slower update, and moments of 8 bits: compare the losses",
@@ -66,6 +66,7 @@ NOTHING = 0.005  # of the peak: less is called nothing
 FREE = 0.02  # of the step: a change that takes less time is free
 FEW_SEQUENCES = 2, 3  # a batch of one has views where larger ones have copies
 LONGEST = 32768  # tokens of a sequence that a config may name
+(PURE_BF16,) = (row.name for row in PRECISIONS.values() if row.weights == "bfloat16")
 ON_CPU = torch.device("cpu")
 
 
@@ -164,12 +165,12 @@ def table_of(config: Config, card: Card) -> dict[str, Changes]:
     if not PRECISIONS[config.precision].is_16bit:
         faster = WITH_BF16 if card.has_bf16 else WITHOUT_BF16
         table["precision"] = {"precision": faster.name}
-    smaller, half = smaller_batches(config), config.seq_len // 2
+    half = config.seq_len // 2
     if config.optimizer_in_backward:  # it cannot accumulate
         tokens = half * config.micro_batch_size
         table["micro_batch_size"] = {"tokens_per_step": tokens, "seq_len": half}
-    elif smaller:
-        table["micro_batch_size"] = {"micro_batch_size": smaller[0]}
+    elif sizes := smaller_batches(config):
+        table["micro_batch_size"] = {"micro_batch_size": sizes[0]}
     if not CHECKPOINTING[config.gradient_checkpointing].is_on:
         table["gradient_checkpointing"] = {"gradient_checkpointing": EACH_BLOCK.name}
     if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS:
@@ -182,6 +183,22 @@ def table_of(config: Config, card: Card) -> dict[str, Changes]:
         if config.max_grad_norm:
             table["optimizer_in_backward"]["max_grad_norm"] = 0.0
     return table
+
+
+def in_largest_batch(original: Plan, changes: Changes, budget_gib: float) -> Plan | None:
+    """Return a plan with changes, and with the largest micro-batch that fits, or else the smallest
+    one; the tokens per step stay. None if the changes exclude each other.
+    """
+    plan = None
+    sizes = [{"micro_batch_size": size} for size in smaller_batches(original.resolved)]
+    for size in ({}, *sizes):
+        smaller = original.changed(changes | size)
+        with suppress(ConfigError):  # an optimizer in backward cannot accumulate
+            is_enough = smaller.fits(budget_gib)
+            plan = smaller
+            if is_enough:
+                break
+    return plan
 
 
 # ---- Each change alone
@@ -278,53 +295,43 @@ def plans_that_fit(
     config: Config, budget_gib: float, device: str | torch.device | Card = "a100"
 ) -> Iterator[Plan]:
     """Yield the plans between which `fit` chooses, quickest first: with checkpointed blocks and
-    without. If nothing fits, the one that needs least.
+    without. If nothing fits, the one with the smallest peak.
     """
     original = Plan(config, machine.card_of(device))
     if original.fits(budget_gib):
         yield original
         return
-    sizes = [{"micro_batch_size": size} for size in smaller_batches(original.resolved)]
     table = table_of(original.resolved, original.card)
-    blocks = [{}]
+    ways = [{}]
     if "gradient_checkpointing" in table:
-        blocks.append(table["gradient_checkpointing"])
-    tried, fitting = [original], []
-    for recipe in _recipes(original.resolved, original.card):
-        for checkpointing in blocks:
-            for size in ({}, *sizes):
-                plan = original.changed(recipe | checkpointing | size)
-                with suppress(ConfigError):  # an optimizer in backward cannot accumulate
-                    is_enough = plan.fits(budget_gib)
-                    tried.append(plan)
-                    if is_enough:
-                        fitting.append(plan)
-                        break
+        ways.append(table["gradient_checkpointing"])
+    tried = [original]
+    for recipe in _recipes(original, table):
+        plans = [in_largest_batch(original, recipe | way, budget_gib) for way in ways]
+        tried += [plan for plan in plans if plan]
+        fitting = [plan for plan in plans if plan and plan.fits(budget_gib)]
+        for plan in sorted(fitting, key=lambda plan: plan.step_ms):
+            yield _without_superfluous(plan, budget_gib)
         if fitting:
-            fitting.sort(key=lambda plan: plan.step_ms)
-            for plan in fitting:
-                yield _without_superfluous(plan, budget_gib)
             return
-    least = min(tried, key=lambda plan: plan.prediction.bytes_taken)
+    least = min(tried, key=lambda plan: plan.peak_bytes)
     yield _without_superfluous(least, least.needed_gib)
 
 
-def _recipes(config: Config, card: Card) -> Iterator[Changes]:
+def _recipes(original: Plan, table: dict[str, Changes]) -> Iterator[Changes]:
     """Yield more and more changes: what is free, chunks, 16 bits; then those of the learning."""
-    table = table_of(config, card)
     recipe: Changes = {}
     for key in (*FREE_CHANGES, "attention", "loss_chunk_tokens"):
         recipe |= table.get(key, {})
-    if card.gpu:  # few CPUs multiply 16-bit numbers fast
+    if original.card.gpu:  # few CPUs multiply 16-bit numbers fast
         yield recipe | table.get("precision", {})
     yield recipe
-    if card.gpu and card.has_bf16:
-        short = [row.name for row in PRECISIONS.values() if row.weights == "bfloat16"]
-        recipe = recipe | {"precision": short[0]}
+    if original.card.gpu and original.card.has_bf16:
+        recipe = recipe | {"precision": PURE_BF16}
         yield recipe
     recipe = recipe | table.get("optimizer", {})
     yield recipe
-    if not config.max_grad_norm:
+    if not original.config.max_grad_norm:
         yield recipe | table.get("optimizer_in_backward", {})
 
 
@@ -332,7 +339,8 @@ def _without_superfluous(plan: Plan, limit_gib: float) -> Plan:
     """Return a plan without those changes that it fits as well, and is as fast, without."""
     slowest = (1 + FREE) * plan.step_ms
     for key in sorted(plan.changes, key=lambda key: key in FREE_CHANGES):  # these go last
-        fewer = {other: value for other, value in plan.changes.items() if other != key}
+        fewer = dict(plan.changes)
+        del fewer[key]
         simpler = plan.original.changed(fewer)
         if simpler.fits(limit_gib) and simpler.step_ms <= slowest:
             plan = simpler
@@ -414,19 +422,15 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     """
     configs = [load_config(name, **overrides) for name in names]
     original = Plan(configs[0], machine.card(choose_device()))
-    whole = original.resolved.micro_batch_size
-    for size in [whole, *smaller_batches(original.resolved)]:
-        smaller = original.changed({"micro_batch_size": size})
-        if size == 1 or smaller.fits(original.card.memory_gib):
-            break
-    if size == whole:
+    plan = in_largest_batch(original, {}, original.card.memory_gib)
+    if not plan.changes:
         return configs
-    note = f"micro-batch reduced to {size} to fit memory"
-    overrides |= {"note": note, "micro_batch_size": size}
-    reduced = []
-    for name, config in zip(names, configs, strict=True):
-        reduced.append(load_config(name, **overrides | {"name": config.name}))
-    return reduced
+    size = plan.changes["micro_batch_size"]
+    overrides |= {"note": f"micro-batch reduced to {size} to fit memory", "micro_batch_size": size}
+    return [
+        load_config(config_name, **overrides, name=config.name)
+        for config_name, config in zip(names, configs, strict=True)
+    ]
 
 
 # ---- Before a run and after it: is there room, and what would make some?

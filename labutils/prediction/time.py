@@ -126,7 +126,7 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
     trace = trace_config(config, run.card.gpu)
     clock = Clock(run.card, tf32=precision.tf32, is_compiled=COMPILE_MODES[config.compile].is_on)
     unscaling = [_unscaling(trace)] if precision.loss_scale else []
-    clock.run(segments_of(trace, n_micro_batches, at_most=n_micro_batches), unscaling)
+    clock.run(segments_of(trace, n_micro_batches), unscaling)
     n_tokens = config.micro_batch_size * config.seq_len * n_micro_batches
     return clock.ledger(n_tokens, is_small=config.micro_batch_size == 1)
 

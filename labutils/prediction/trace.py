@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -360,12 +360,8 @@ def each_size_once(log: StorageLog) -> Iterator[None]:
             update(p, gradient, *moments, **how)
             known[key] = log.events[start:]
             return
-        twins: dict[int, Storage] = {}
-        for event in known[key]:
-            if event.kind == BIRTH:
-                twins[id(event.storage)] = replace(event.storage)
-            storage = twins.get(id(event.storage), event.storage)
-            log.events.append(event._replace(storage=storage))
+        # all that is born in an update dies in it
+        log.events += known[key]
 
     optimizers._update = update_or_repeat
     try:
