@@ -47,7 +47,10 @@ from labutils.prediction.trace import (
     trace_config,
     traced_module,
 )
+from labutils.techniques.loss import LossFn
 
+# A key of CARDS, "this" for the GPU here, "cpu", a device of torch, or a card.
+Device = str | torch.device | Card
 # Of what the allocator needs at least: so near is the prediction, so that no "fits" is false.
 MARGIN = 1.02
 # Times the peak: a rule of thumb for a CPU, whose allocator is not replayed.
@@ -61,7 +64,7 @@ FINENESS = 0.002
 Request = tuple[Storage, bool]  # it is asked for, or given back
 
 
-def predict_memory(config: Config, device: str | torch.device | Card = "a100") -> MemoryLedger:
+def predict_memory(config: Config, device: Device = "a100") -> MemoryLedger:
     """Return the predicted ledger of one training step of a config on a device.
 
     `device` is a key of CARDS, "this" for the GPU here, "cpu", a `torch.device` or a `Card`. On a
@@ -78,11 +81,11 @@ def predict_memory(config: Config, device: str | torch.device | Card = "a100") -
 def predict_module(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    loss_fn: LossFn,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     *,
     precision: str = "fp32",
-    device: str | torch.device | Card = "a100",
+    device: Device = "a100",
 ) -> MemoryLedger:
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
 
@@ -95,7 +98,7 @@ def predict_module(
     return prediction_of(trace, card).ledger
 
 
-def needed_gib(ledger: MemoryLedger, device: str | torch.device | Card = "a100") -> float:
+def needed_gib(ledger: MemoryLedger, device: Device = "a100") -> float:
     """Return the memory in GiB that a device must have for a ledger's run.
 
     On a card the context is in it. Where the allocator was not replayed, a tenth more than the peak
@@ -159,15 +162,10 @@ class Prediction:
         }
         return self.tensors.model_copy(update=figures)
 
-    @property
-    def needed_gib(self) -> float:
-        """The memory in GiB of the smallest device on which three steps complete."""
-        return needed_gib(self.ledger, self.card)
-
     def fits(self, budget_gib: float) -> bool:
         """Whether three steps complete in so much memory, on a card with its context in it."""
         if self.card.gpu is None:
-            return self.needed_gib <= budget_gib
+            return needed_gib(self.tensors, self.card) <= budget_gib
         for_tensors = (budget_gib - CONTEXT_GIB) * 2**30 / MARGIN
         return completes(self.requests, for_tensors, self.settings)
 

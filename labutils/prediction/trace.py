@@ -41,7 +41,7 @@ from labutils.prediction.cuda_rules import PRODUCTS, Rule, borrowed, cuda_rules,
 from labutils.prediction.fusion import fuse
 from labutils.prediction.work import TENSORS_PER_LAUNCH, Work, work_of
 from labutils.techniques import optimizers, precision
-from labutils.techniques.loss import lm_loss_sum
+from labutils.techniques.loss import LossFn, lm_loss_sum
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.step import take_step
 from labutils.workload.build import build_optimizer, float32_model
@@ -223,7 +223,7 @@ def _adds_in_place(a: Any, b: Any) -> bool:
 def trace_step(
     model: nn.Module,
     micro_batches: Sequence[Any],
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    loss_fn: LossFn,
     optimizer: torch.optim.Optimizer | OptimizerInBackward,
     log: StorageLog,
     *,
@@ -299,7 +299,7 @@ class _Undivided:
 def traced_module(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    loss_fn: LossFn,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     precision_name: str,
     card: Card,
