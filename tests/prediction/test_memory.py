@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +22,6 @@ from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import (
     ACTIVATIONS,
     CAST_WEIGHTS,
-    GRADIENTS,
     LOGITS,
     OPTIMIZER,
     PARAMETERS,
@@ -44,7 +42,6 @@ from labutils.prediction.memory import (
     replayed,
     smallest_limit,
 )
-from labutils.prediction.trace import LASTING
 from labutils.techniques import precision
 from labutils.techniques.loss import count_targets, lm_loss_sum
 from labutils.workload.build import build_experiment_model, build_optimizer
@@ -278,20 +275,6 @@ def test_categories_add_up_to_what_the_allocator_has_given(nano):
     assert nano.ledger.peak_bytes == pytest.approx(unlimited.peak_allocated, rel=0.002)
     assert nano.ledger.categories[WORKSPACES] == 2 * 8519680
     assert nano.ledger.categories[ROUNDING] >= 0
-
-
-def test_the_first_step_makes_what_later_ones_find(nano):
-    """The model is moved first; parameters and optimizer state are asked for once, all else in
-    every step.
-    """
-    born = Counter(storage for storage, is_birth in nano.requests if is_birth)
-    parameters = nano.trace.standing
-    assert list(born)[: len(parameters)] == parameters
-    lasting = [times for storage, times in born.items() if storage.category in LASTING]
-    # of each a weight, two moments and a step count; cuBLAS's workspaces
-    assert lasting == [1] * (4 * len(parameters) + 2)
-    passing = {times for storage, times in born.items() if storage.category == GRADIENTS}
-    assert passing == {memory.STEPS}
 
 
 @pytest.mark.parametrize("problem", ["", "not under WSL"])
