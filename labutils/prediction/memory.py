@@ -162,6 +162,13 @@ class Prediction:
         }
         return self.tensors.model_copy(update=figures)
 
+    @property
+    def bytes_taken(self) -> int:
+        """What a run takes where nothing limits it: quick, to compare configs by."""
+        if self.card.gpu is None:
+            return self.tensors.peak_bytes
+        return replayed(self.requests, CachingAllocator(settings=self.settings)).peak_reserved
+
     def fits(self, budget_gib: float) -> bool:
         """Whether three steps complete in so much memory, on a card with its context in it."""
         if self.card.gpu is None:

@@ -191,20 +191,22 @@ def table_of(config: Config, card: Card) -> dict[str, Changes]:
     return table
 
 
-def in_largest_batch(original: Plan, changes: Changes, budget_gib: float) -> Plan | None:
-    """Return a plan with changes, and with the largest micro-batch that fits, or else the smallest
-    one; the tokens per step stay. None if the changes exclude each other.
+def in_largest_batch(
+    original: Plan, changes: Changes, budget_gib: float
+) -> tuple[Plan | None, bool]:
+    """Return a plan with changes, and whether it fits: with the largest micro-batch that does, or
+    else the smallest one. The tokens per step stay. None if the changes exclude each other.
     """
-    plan = None
+    plan, is_enough = None, False
     sizes = [{"micro_batch_size": size} for size in smaller_batches(original.config)]
     for size in ({}, *sizes):
         smaller = original.changed(changes | size)
         with suppress(ConfigError):  # an optimizer in backward cannot accumulate
             is_enough = smaller.fits(budget_gib)
             plan = smaller
-            if is_enough:
-                break
-    return plan
+        if is_enough:
+            break
+    return plan, is_enough
 
 
 # ---- Each change alone
@@ -303,7 +305,7 @@ def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
 
 def plans_that_fit(config: Config, budget_gib: float, device: Device = "a100") -> Iterator[Plan]:
     """Yield the plans between which `fit` chooses, quickest first: with checkpointed blocks and
-    without. If nothing fits, the one with the smallest peak.
+    without. If nothing fits, the one that needs least.
     """
     original = unchanged(config, device)
     if original.fits(budget_gib):
@@ -315,14 +317,18 @@ def plans_that_fit(config: Config, budget_gib: float, device: Device = "a100") -
         ways.append(table["gradient_checkpointing"])
     tried = [original]
     for recipe in _recipes(original, table):
-        plans = [in_largest_batch(original, recipe | way, budget_gib) for way in ways]
-        tried += [plan for plan in plans if plan]
-        fitting = [plan for plan in plans if plan and plan.fits(budget_gib)]
+        fitting = []
+        for way in ways:
+            plan, is_enough = in_largest_batch(original, recipe | way, budget_gib)
+            if plan:
+                tried.append(plan)
+            if is_enough:
+                fitting.append(plan)
         for plan in sorted(fitting, key=lambda plan: plan.step_ms):
             yield _without_superfluous(plan, budget_gib)
         if fitting:
             return
-    least = min(tried, key=lambda plan: plan.peak_bytes)
+    least = min(tried, key=lambda plan: plan.prediction.bytes_taken)
     yield _without_superfluous(least, least.needed_gib)
 
 
@@ -430,7 +436,7 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     """
     configs = [load_config(name, **overrides) for name in names]
     original = unchanged(configs[0], machine.card(choose_device()))
-    plan = in_largest_batch(original, {}, original.card.memory_gib)
+    plan, _ = in_largest_batch(original, {}, original.card.memory_gib)
     if not plan.changes:
         return configs
     size = plan.changes["micro_batch_size"]
