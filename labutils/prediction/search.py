@@ -192,21 +192,21 @@ def table_of(config: Config, card: Card) -> dict[str, Changes]:
 
 
 def in_largest_batch(
-    original: Plan, changes: Changes, budget_gib: float
-) -> tuple[Plan | None, bool]:
-    """Return a plan with changes, and whether it fits: with the largest micro-batch that does, or
-    else the smallest one. The tokens per step stay. None if the changes exclude each other.
+    original: Plan, changes: Changes, budget_gib: float, tried: list[Plan]
+) -> Plan | None:
+    """Return a plan with changes, with the largest micro-batch that fits; None if there is none.
+
+    The tokens per step stay. What could run is added to `tried`, the smallest micro-batch last.
     """
-    plan, is_enough = None, False
     sizes = [{"micro_batch_size": size} for size in smaller_batches(original.config)]
     for size in ({}, *sizes):
-        smaller = original.changed(changes | size)
+        plan = original.changed(changes | size)
         with suppress(ConfigError):  # an optimizer in backward cannot accumulate
-            is_enough = smaller.fits(budget_gib)
-            plan = smaller
-        if is_enough:
-            break
-    return plan, is_enough
+            is_enough = plan.fits(budget_gib)
+            tried.append(plan)
+            if is_enough:
+                return plan
+    return None
 
 
 # ---- Each change alone
@@ -317,13 +317,8 @@ def plans_that_fit(config: Config, budget_gib: float, device: Device = "a100") -
         ways.append(table["gradient_checkpointing"])
     tried = [original]
     for recipe in _recipes(original, table):
-        fitting = []
-        for way in ways:
-            plan, is_enough = in_largest_batch(original, recipe | way, budget_gib)
-            if plan:
-                tried.append(plan)
-            if is_enough:
-                fitting.append(plan)
+        plans = [in_largest_batch(original, recipe | way, budget_gib, tried) for way in ways]
+        fitting = [plan for plan in plans if plan]
         for plan in sorted(fitting, key=lambda plan: plan.step_ms):
             yield _without_superfluous(plan, budget_gib)
         if fitting:
@@ -436,7 +431,8 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     """
     configs = [load_config(name, **overrides) for name in names]
     original = unchanged(configs[0], machine.card(choose_device()))
-    plan, _ = in_largest_batch(original, {}, original.card.memory_gib)
+    tried: list[Plan] = []
+    plan = in_largest_batch(original, {}, original.card.memory_gib, tried) or tried[-1]
     if not plan.changes:
         return configs
     size = plan.changes["micro_batch_size"]
