@@ -228,9 +228,13 @@ def moments_of(config: Config) -> list[Moment]:
     Each phase has its peak, which is that of `predict_memory`, and ends with END.
     """
     step = marked_trace(config)
-    living = {id(storage) for storage in step.lasting()}
+    standing = list(step.standing)
+    for event in itertools.chain(*[segment.events for segment in step.segments]):
+        if event.kind == trace.BIRTH and event.storage.category in trace.LASTING:
+            standing.append(event.storage)
+    living = {id(storage) for storage in standing}
     alive: Alive = Counter()
-    for storage in step.lasting():
+    for storage in standing:
         alive[group_of(storage)] += storage.n_bytes
     moments = [Moment("forward", "", "", Counter(alive))]
     for phase, segments in itertools.groupby(step.segments, key=lambda segment: segment.phase):

@@ -13,9 +13,9 @@ from labutils.memory.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 # What autograd keeps of one block, in bytes per token and unit of width: norm input, norm output,
 # q k v, attention output, mask, norm input, norm output, 4× before and after GELU, mask.
 KEPT_PER_BLOCK = {
-    "float32": 4 + 4 + 12 + 4 + 1 + 4 + 4 + 16 + 16 + 1,  # 66
-    "autocast": 4 + 2 + 6 + 2 + 1 + 4 + 2 + 8 + 8 + 1,  # 38: the residual stream stays float32
-    "16 bits": 2 + 2 + 6 + 2 + 1 + 2 + 2 + 8 + 8 + 1,  # 34, as in the paper
+    "float32": 66,  # 4 + 4 + 12 + 4 + 1 + 4 + 4 + 16 + 16 + 1
+    "autocast": 38,  # 4 + 2 + 6 + 2 + 1 + 4 + 2 + 8 + 8 + 1: the residual stream stays float32
+    "16 bits": 34,  # 2 + 2 + 6 + 2 + 1 + 2 + 2 + 8 + 8 + 1, as in the paper
 }
 # Bytes per parameter that stand whatever the batch: weights + gradients + optimizer state.
 RECIPES = {
@@ -24,8 +24,7 @@ RECIPES = {
     "pure BF16, AdamW": 2 + 2 + 4,
     "pure BF16, 8-bit AdamW": 2 + 2 + 2,
     "LoRA: frozen BF16 weights alone": 2,
-    "QLoRA: frozen 4-bit weights alone": 4.127
-    / 8,  # NF4, its scales quantised too (Dettmers et al. 2023)
+    "QLoRA: frozen 4-bit weights alone": 4.127 / 8,  # with its scales (Dettmers et al. 2023)
 }
 MODEL_PARAMETERS = {
     "BERT 110M": 109_514_298,  # base, with its head; large: 335 million
@@ -47,14 +46,13 @@ def static_gib(n_parameters: float, recipe: str) -> float:
     return n_parameters * RECIPES[recipe] / 2**30
 
 
-def n_parameters(model: str, seq_len: int = 1024, pad_vocab: bool = False) -> int:
+def n_parameters(model: str) -> int:
     """Return the number of parameters of a GPT-2 by its shape.
 
-    12·L·h² + 13·L·h + embeddings + last norm, for L layers of width h.
+    12·L·h² + 13·L·h + embeddings + last norm, for L layers of width h, with 1024 positions.
     """
     row = MODELS[model]
-    vocabulary = -(-row.vocabulary // 64) * 64 if pad_vocab else row.vocabulary
-    embeddings = (vocabulary + max(seq_len, 1024)) * row.width
+    embeddings = (row.vocabulary + 1024) * row.width
     blocks = row.n_layer * (12 * row.width**2 + 13 * row.width)
     return blocks + embeddings + 2 * row.width
 

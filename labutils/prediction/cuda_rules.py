@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from labutils.config.card import Gpu
+from labutils.prediction.allocator import up
 from labutils.techniques import checkpointing
 
 aten = torch.ops.aten
@@ -145,7 +146,7 @@ def _partial_sums(n_indices: int, n_rows: int, width: int) -> int:
 
 def _flash_workspace(batch: int, heads: int, n_queries: int, width: int) -> int:
     """Return the bytes of the queries' gradient in float32, and of one number for each row."""
-    return batch * heads * -(-n_queries // FLASH_ROWS) * FLASH_ROWS * (width + 1) * 4
+    return batch * heads * up(n_queries, FLASH_ROWS) * (width + 1) * 4
 
 
 def _elements(itemsize: int, *shape: int) -> int:

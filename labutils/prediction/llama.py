@@ -1,12 +1,10 @@
-"""Bytes of a LLaMA-shaped model that is too large to build: traced with few layers, no weights."""
+"""Bytes of a LLaMA that is too large to build: traced with few layers, no weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from labutils import machine
@@ -23,45 +21,30 @@ FROZEN = ("none", "lora", "qlora")
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 16
 FEW_LAYERS = 2, 3  # of which bytes are carried on to all: a first, a last, and one between
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the bytes of a LLaMA depend on. The output weights are not tied to the embedding."""
-
-    width: int
-    inner: int
-    n_layer: int
-    n_head: int
-    n_kv_head: int
-    vocabulary: int = 32_000
-
-
+# Layers, and what else bytes depend on: width, inner width, heads, heads of keys and values.
 # As published: TinyLlama (arXiv 2401.02385), LLaMA (2302.13971), Llama 2 (2307.09288).
 SHAPES = {
-    "1.1B": Shape(2048, 5632, 22, 32, 4),
-    "7B": Shape(4096, 11008, 32, 32, 32),
-    "13B": Shape(5120, 13824, 40, 40, 40),
-    "33B": Shape(6656, 17920, 60, 52, 52),
-    "65B": Shape(8192, 22016, 80, 64, 64),
-    "70B": Shape(8192, 28672, 80, 64, 8),
+    "1.1B": (22, 2048, 5632, 32, 4),
+    "7B": (32, 4096, 11008, 32, 32),
+    "13B": (40, 5120, 13824, 40, 40),
+    "33B": (60, 6656, 17920, 52, 52),
+    "65B": (80, 8192, 22016, 64, 64),
+    "70B": (80, 8192, 28672, 64, 8),
 }
 
 
-def predict_large(shape: str | Shape, **recipe: Any) -> MemoryLedger:
-    """Return the predicted ledger of a step of a LLaMA: a key of SHAPES, or a Shape.
+def predict_large(size: str, **recipe: Any) -> MemoryLedger:
+    """Return the predicted ledger of a step of a LLaMA: a key of SHAPES.
 
     `recipe` is that of `traced_ledger`. Two depths are traced. Bytes of a phase are affine
     in the depth, so they are carried on to all layers; the peak of a phase must fall at the same
     operation at each depth, as it does in these shapes.
     Raises ValueError for an unknown size or kind of freezing.
     """
-    if isinstance(shape, str):
-        if shape not in SHAPES:
-            raise ValueError(f"no shape {shape!r}; there are: {', '.join(SHAPES)}")
-        shape = SHAPES[shape]
-    low, high = (traced_ledger(replace(shape, n_layer=n), **recipe) for n in FEW_LAYERS)
-    deeper = shape.n_layer - FEW_LAYERS[0]
+    if size not in SHAPES:
+        raise ValueError(f"no shape {size!r}; there are: {', '.join(SHAPES)}")
+    low, high = (traced_ledger(size, n_layer, **recipe) for n_layer in FEW_LAYERS)
+    deeper = SHAPES[size][0] - FEW_LAYERS[0]
     phases = {}
     for phase, parts in low.phases.items():
         with_one_more = high.phases[phase]
@@ -70,7 +53,8 @@ def predict_large(shape: str | Shape, **recipe: Any) -> MemoryLedger:
 
 
 def traced_ledger(
-    shape: Shape,
+    size: str,
+    n_layer: int,
     *,
     precision: str,
     optimizer: str = "adamw",
@@ -82,45 +66,26 @@ def traced_ledger(
 ) -> MemoryLedger:
     """Return the predicted ledger of a step with one micro-batch of `(micro_batch_size, seq_len)`.
 
+    The model is transformers' own; its output weights are not tied to the embedding.
+
     `frozen` is "lora" (rank 16, all linear layers of the blocks) or "qlora" (these in NF4 too);
     `checkpointing` keeps the inputs of blocks alone. AdamW is the fused one. What the allocator
     reserves is not counted.
     """
-    model = llama(shape, precisions.weights_dtype(precision), frozen, checkpointing)
-    ids = torch.zeros((micro_batch_size, seq_len), dtype=torch.int64)
-    batch = {"input_ids": ids, "labels": ids}
-    has_fused = OPTIMIZERS[optimizer].has_implementations
-
-    def updates(parameters: Any) -> torch.optim.Optimizer:
-        chosen = trained(parameters)
-        return torch.optim.AdamW(chosen, fused=True) if has_fused else LowBitAdamW(chosen)
-
-    card = machine.card_of(device)
-    loss_fn = lambda model, batch: model(**batch).loss  # noqa: E731
-    trace = traced_module(model, batch, loss_fn, updates, precision, card)
-    return ledger_of(trace, f"predicted for {card.name}", DEFAULT)
-
-
-def llama(
-    shape: Shape, dtype: torch.dtype, frozen: str = "none", checkpointing: bool = True
-) -> nn.Module:
-    """Return transformers' LLaMA of that shape on the meta device: sizes without numbers.
-
-    Raises ValueError for an unknown kind of freezing.
-    """
     if frozen not in FROZEN:
         raise ValueError(f"frozen is {' or '.join(FROZEN)}; got {frozen!r}")
+    _, width, inner, n_head, n_kv_head = SHAPES[size]
     config = LlamaConfig(
-        hidden_size=shape.width,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.n_layer,
-        num_attention_heads=shape.n_head,
-        num_key_value_heads=shape.n_kv_head,
-        vocab_size=shape.vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=n_layer,
+        num_attention_heads=n_head,
+        num_key_value_heads=n_kv_head,
         use_cache=False,
         attn_implementation="sdpa",
     )
-    with torch.device("meta"):
+    dtype = precisions.weights_dtype(precision)
+    with torch.device("meta"):  # sizes without numbers
         model = LlamaForCausalLM(config).to(dtype)
         if frozen == "qlora":
             use_four_bits(model, LAYERS)
@@ -129,4 +94,15 @@ def llama(
     if checkpointing:
         new_name = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23
         (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    return model.train()
+    ids = torch.zeros((micro_batch_size, seq_len), dtype=torch.int64)
+    has_fused = OPTIMIZERS[optimizer].has_implementations
+
+    def updates(parameters: Any) -> torch.optim.Optimizer:
+        chosen = trained(parameters)
+        return torch.optim.AdamW(chosen, fused=True) if has_fused else LowBitAdamW(chosen)
+
+    card = machine.card_of(device)
+    batch = {"input_ids": ids, "labels": ids}
+    loss_fn = lambda model, batch: model(**batch).loss  # noqa: E731
+    trace = traced_module(model, batch, loss_fn, updates, precision, card)
+    return ledger_of(trace, f"predicted for {card.name}", DEFAULT)

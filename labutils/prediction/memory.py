@@ -8,6 +8,8 @@ card must have, and not only what tensors take.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -45,7 +47,10 @@ from labutils.prediction.trace import (
     trace_config,
     traced_module,
 )
+from labutils.techniques.loss import LossFn
 
+# A key of CARDS, "this" for the GPU here, "cpu", a device of torch, or a card.
+Device = str | torch.device | Card
 # Of what the allocator needs at least: so near is the prediction, so that no "fits" is false.
 MARGIN = 1.02
 # Times the peak: a rule of thumb for a CPU, whose allocator is not replayed.
@@ -59,7 +64,7 @@ FINENESS = 0.002
 Request = tuple[Storage, bool]  # it is asked for, or given back
 
 
-def predict_memory(config: Config, device: str | torch.device | Card = "a100") -> MemoryLedger:
+def predict_memory(config: Config, device: Device = "a100") -> MemoryLedger:
     """Return the predicted ledger of one training step of a config on a device.
 
     `device` is a key of CARDS, "this" for the GPU here, "cpu", a `torch.device` or a `Card`. On a
@@ -76,11 +81,11 @@ def predict_memory(config: Config, device: str | torch.device | Card = "a100") -
 def predict_module(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    loss_fn: LossFn,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     *,
     precision: str = "fp32",
-    device: str | torch.device | Card = "a100",
+    device: Device = "a100",
 ) -> MemoryLedger:
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
 
@@ -93,7 +98,7 @@ def predict_module(
     return prediction_of(trace, card).ledger
 
 
-def needed_gib(ledger: MemoryLedger, device: str | torch.device | Card = "a100") -> float:
+def needed_gib(ledger: MemoryLedger, device: Device = "a100") -> float:
     """Return the memory in GiB that a device must have for a ledger's run.
 
     On a card the context is in it. Where the allocator was not replayed, a tenth more than the peak
@@ -158,11 +163,6 @@ class Prediction:
         return self.tensors.model_copy(update=figures)
 
     @property
-    def needed_gib(self) -> float:
-        """The memory in GiB of the smallest device on which three steps complete."""
-        return needed_gib(self.ledger, self.card)
-
-    @property
     def bytes_taken(self) -> int:
         """What a run takes where nothing limits it: quick, to compare configs by."""
         if self.card.gpu is None:
@@ -172,7 +172,7 @@ class Prediction:
     def fits(self, budget_gib: float) -> bool:
         """Whether three steps complete in so much memory, on a card with its context in it."""
         if self.card.gpu is None:
-            return self.needed_gib <= budget_gib
+            return needed_gib(self.tensors, self.card) <= budget_gib
         for_tensors = (budget_gib - CONTEXT_GIB) * 2**30 / MARGIN
         return completes(self.requests, for_tensors, self.settings)
 
@@ -193,19 +193,15 @@ def allocator_settings(config: Config, card: Card) -> Settings:
 # ---- Three steps, event by event
 
 
-def segments_of(
-    trace: Trace, n_micro_batches: int, at_most: int = REPEATED_MICRO_BATCHES
-) -> list[Segment]:
-    """Return a step's segments in order, of `at_most` so many micro-batches, and of those traced.
+def segments_of(trace: Trace, n_micro_batches: int) -> list[Segment]:
+    """Return a step's segments in order, of so many micro-batches and at least of those traced.
 
     Those beyond are like the last.
     """
-    segments = trace.segments
-    last = max(segment.micro_batch or 0 for segment in segments)
-    repeated = [segment for segment in segments if segment.micro_batch == last]
-    end = segments.index(repeated[-1]) + 1
-    more = min(n_micro_batches, at_most) - last - 1
-    return segments[:end] + max(more, 0) * repeated + segments[end:]
+    *passes, update = trace.segments
+    last = passes[-1].micro_batch
+    repeated = [segment for segment in passes if segment.micro_batch == last]
+    return [*passes, *repeated * (n_micro_batches - last - 1), update]
 
 
 def walk(trace: Trace, n_micro_batches: int = 1) -> Iterator[tuple[int, Segment, Event]]:
@@ -216,7 +212,7 @@ def walk(trace: Trace, n_micro_batches: int = 1) -> Iterator[tuple[int, Segment,
     """
     alive: set[Storage] = set()
     moved = Segment("", None, [Event(BIRTH, storage) for storage in trace.standing])
-    segments = segments_of(trace, n_micro_batches)
+    segments = segments_of(trace, min(n_micro_batches, REPEATED_MICRO_BATCHES))
     for step in range(STEPS):
         for segment in segments if step else [moved, *segments]:
             for event in segment.events:
@@ -244,38 +240,35 @@ def ledger_of(trace: Trace, method: str, settings: Settings | None) -> MemoryLed
     on_card = settings is not None
     allocator, blocks = CachingAllocator(settings=settings or DEFAULT), {}
     categories = [*CATEGORIES, ROUNDING] if on_card else [c for c in CATEGORIES if c != WORKSPACES]
-    now = dict.fromkeys(categories, 0)
-    parts: list[tuple[str, list[int], list[list[int]]]] = []  # phase, positions, bytes
+    now = dict.fromkeys([*CATEGORIES, ROUNDING], 0)
+    moments: list[tuple[str, int, list[int]]] = []  # phase, position, bytes by category
     n_operations = 0
     for step, segment, event in walk(trace):
         storage = event.storage
-        if storage and not storage.n_bytes:
+        if event.kind == OPERATION:
+            n_operations += step == STEPS - 1
+        elif not storage.n_bytes:
             continue
-        if event.kind == BIRTH:
-            blocks[storage] = allocator.allocate(storage.n_bytes)
-        if storage:
+        else:
+            if event.kind == BIRTH:
+                blocks[storage] = allocator.allocate(storage.n_bytes)
             sign = 1 if event.kind == BIRTH else -1
             n_bytes = rounded(storage.n_bytes) if on_card else storage.n_bytes
             now[storage.category] += sign * n_bytes
-            if on_card:
-                now[ROUNDING] += sign * (blocks[storage].size - n_bytes)
-        if event.kind == DEATH:
-            allocator.free(blocks.pop(storage))
-        if step < STEPS - 1:
-            continue
-        if not parts or parts[-1][0] != segment.phase:
-            parts.append((segment.phase, [], []))
-        n_operations += event.kind == OPERATION
-        parts[-1][1].append(n_operations)
-        parts[-1][2].append(list(now.values()))
+            now[ROUNDING] += sign * (blocks[storage].size - n_bytes)
+            if event.kind == DEATH:
+                allocator.free(blocks.pop(storage))
+        if step == STEPS - 1:
+            moments.append((segment.phase, n_operations, [now[name] for name in categories]))
     phases: dict[str, dict[str, int]] = {}
     timeline = []
-    for phase, positions, rows in parts:
+    for phase, part in itertools.groupby(moments, key=operator.itemgetter(0)):
+        _, positions, rows = zip(*part, strict=True)
         alive = np.array(rows)
         timeline.append((phase, np.array(positions), alive))
         peak = alive[alive.sum(axis=1).argmax()]
         if peak.sum() > sum(phases.get(phase, {}).values()):
-            phases[phase] = dict(zip(now, peak.tolist(), strict=True))
+            phases[phase] = dict(zip(categories, peak.tolist(), strict=True))
     return MemoryLedger(phases=phases, method=method, timeline=downsample_timeline(timeline))
 
 

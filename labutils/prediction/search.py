@@ -31,7 +31,14 @@ from labutils.machine import choose_device
 from labutils.memory.device_memory import free_memory, without_expandable_segments
 from labutils.memory.errors import GIB, readable_size
 from labutils.memory.ledger import MIB
-from labutils.prediction.memory import Prediction, boundary, predicted, with_more_sequences
+from labutils.prediction.memory import (
+    Device,
+    Prediction,
+    boundary,
+    needed_gib,
+    predicted,
+    with_more_sequences,
+)
 from labutils.prediction.time import predict_time
 from labutils.prediction.trace import with_shape
 
@@ -51,7 +58,7 @@ REASONS = {
     "optimizer_impl": "the same update, without temporaries",
     "attention": "the same sums in another order, without (T, T) matrices",
     "precision": "matrix multiplications in 16 bits",
-    "loss_chunk_tokens": "no product twice; smaller ones, and more of them",
+    "loss_chunk_tokens": "the same products in smaller pieces",
     "micro_batch_size": "more micro-batches, equal tokens per step",
     "gradient_checkpointing": "each block's forward pass twice",
     "optimizer": "a slower update, and moments of 8 bits: compare the losses",
@@ -66,6 +73,7 @@ NOTHING = 0.005  # of the peak: less is called nothing
 FREE = 0.02  # of the step: a change that takes less time is free
 FEW_SEQUENCES = 2, 3  # a batch of one has views where larger ones have copies
 LONGEST = 32768  # tokens of a sequence that a config may name
+(PURE_BF16,) = (row.name for row in PRECISIONS.values() if row.weights == "bfloat16")
 ON_CPU = torch.device("cpu")
 
 
@@ -76,24 +84,19 @@ class Plan:
     What needs a prediction raises ConfigError or PrecisionUnsupported if the device cannot run it.
     """
 
-    config: Config  # with the changes
+    config: Config  # as it runs on the card, with the changes
     card: Card
     changes: Changes = field(default_factory=dict)
     original: Plan | None = None  # the same without changes
 
     def changed(self, changes: Changes) -> Plan:
         """Return this one with changes."""
-        return Plan(self.resolved.model_copy(update=changes), self.card, changes, self)
-
-    @cached_property
-    def resolved(self) -> Config:
-        """The config as it runs on the card."""
-        return resolve(self.config, self.card).config
+        return Plan(self.config.model_copy(update=changes), self.card, changes, self)
 
     @cached_property
     def prediction(self) -> Prediction:
         """What its run asks of the device."""
-        return predicted(self.resolved, self.card)
+        return predicted(resolve(self.config, self.card).config, self.card)
 
     @cached_property
     def step_ms(self) -> float:
@@ -119,7 +122,7 @@ class Plan:
     @property
     def needed_gib(self) -> float:
         """The memory in GiB of the smallest device on which it runs."""
-        return self.prediction.needed_gib
+        return needed_gib(self.prediction.ledger, self.card)
 
     def fits(self, budget_gib: float) -> bool:
         """Whether it runs in so much memory, on a card with its context in it."""
@@ -133,10 +136,14 @@ class Plan:
     @property
     def costs(self) -> list[str]:
         """What each change costs besides time, or why it costs nothing."""
-        costs = []
-        for key, value in self.changes.items():
-            costs.append(f"{key} {value}: {REASONS.get(value, REASONS[key])}")
-        return costs
+        items = self.changes.items()
+        return [f"{key} {value}: {REASONS.get(value, REASONS[key])}" for key, value in items]
+
+
+def unchanged(config: Config, device: Device) -> Plan:
+    """Return the plan of a config on a device, without changes."""
+    run = resolve(config, machine.card_of(device))
+    return Plan(run.config, run.card)
 
 
 # ---- The table of changes
@@ -145,8 +152,8 @@ class Plan:
 def smaller_batches(config: Config) -> list[int]:
     """Return the smaller micro-batches of a step of equally many tokens, largest first."""
     sequences = config.tokens_per_step // config.seq_len
-    sizes = range(config.micro_batch_size - 1, 0, -1)
-    return [size for size in sizes if sequences % size == 0]
+    smaller = reversed(range(1, config.micro_batch_size))
+    return [size for size in smaller if sequences % size == 0]
 
 
 def table_of(config: Config, card: Card) -> dict[str, Changes]:
@@ -164,12 +171,12 @@ def table_of(config: Config, card: Card) -> dict[str, Changes]:
     if not PRECISIONS[config.precision].is_16bit:
         faster = WITH_BF16 if card.has_bf16 else WITHOUT_BF16
         table["precision"] = {"precision": faster.name}
-    smaller, half = smaller_batches(config), config.seq_len // 2
+    half = config.seq_len // 2
     if config.optimizer_in_backward:  # it cannot accumulate
         tokens = half * config.micro_batch_size
         table["micro_batch_size"] = {"tokens_per_step": tokens, "seq_len": half}
-    elif smaller:
-        table["micro_batch_size"] = {"micro_batch_size": smaller[0]}
+    elif sizes := smaller_batches(config):
+        table["micro_batch_size"] = {"micro_batch_size": sizes[0]}
     if not CHECKPOINTING[config.gradient_checkpointing].is_on:
         table["gradient_checkpointing"] = {"gradient_checkpointing": EACH_BLOCK.name}
     if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS:
@@ -182,6 +189,24 @@ def table_of(config: Config, card: Card) -> dict[str, Changes]:
         if config.max_grad_norm:
             table["optimizer_in_backward"]["max_grad_norm"] = 0.0
     return table
+
+
+def in_largest_batch(
+    original: Plan, changes: Changes, budget_gib: float, tried: list[Plan]
+) -> Plan | None:
+    """Return a plan with changes, with the largest micro-batch that fits; None if there is none.
+
+    The tokens per step stay. What could run is added to `tried`, the smallest micro-batch last.
+    """
+    sizes = [{"micro_batch_size": size} for size in smaller_batches(original.config)]
+    for size in ({}, *sizes):
+        plan = original.changed(changes | size)
+        with suppress(ConfigError):  # an optimizer in backward cannot accumulate
+            is_enough = plan.fits(budget_gib)
+            tried.append(plan)
+            if is_enough:
+                return plan
+    return None
 
 
 # ---- Each change alone
@@ -198,27 +223,31 @@ class Advice:
     best_three_peak_bytes: int  # with the first three together: savings do not add up
 
     def __str__(self) -> str:
-        phase = self.original.prediction.tensors.peak_phase
-        peak = f"{self.original.peak_bytes / MIB:,.0f} MiB, in the {phase} phase"
-        lines = [f"{self.original.config.name}: predicted peak {peak}"]
+        original = self.original
+        phase = original.prediction.tensors.peak_phase
+        peak = readable_mib(original.peak_bytes)
+        lines = [f"{original.config.name}: predicted peak {peak}, in the {phase} phase"]
         for number, plan in enumerate(self.helpful[:3], start=1):
-            saved = f"{plan.saved_bytes / MIB:,.0f} MiB"
-            added_ms = plan.step_ms - self.original.step_ms
+            saved, added_ms = readable_mib(plan.saved_bytes), plan.step_ms - original.step_ms
             time = f"{added_ms:+.1f} ms a step ({100 * plan.time_cost:+.0f} %)"
             _, _, cost = plan.costs[0].partition(": ")  # a second change follows from the first
             lines.append(f"{number}. {plan.name}: saves {saved}; {time}: {cost}")
         if self.helpful:
-            best = f"{self.best_three_peak_bytes / MIB:,.0f} MiB"
-            lines.append(f"   the best together: a peak of {best}")
+            peak = readable_mib(self.best_three_peak_bytes)
+            lines.append(f"   the best together: a peak of {peak}")
         if self.useless:
             names = "; ".join(plan.name for plan in self.useless)
             lines.append(f"would do nothing here: {names}")
-        for name, why in self.impossible.items():
-            lines.append(f"not possible here: {name}: {why}")
+        lines += [f"not possible here: {name}: {why}" for name, why in self.impossible.items()]
         return "\n".join(lines)
 
 
-def advise(run: Any, device: str | torch.device | Card = "a100") -> Advice:
+def readable_mib(n_bytes: int) -> str:
+    """Return bytes in whole MiB, as text."""
+    return f"{n_bytes / MIB:,.0f} MiB"
+
+
+def advise(run: Any, device: Device = "a100") -> Advice:
     """Return what single changes would do to the predicted peak of a config, or of a record's.
 
     `device` as for `predict_memory`. Changes are tried that need no other model: those that change
@@ -227,9 +256,9 @@ def advise(run: Any, device: str | torch.device | Card = "a100") -> Advice:
     Raises what `predict_memory` raises, for the config as it is.
     """
     config = run if isinstance(run, Config) else config_of(run.config, run.name)
-    original = Plan(config, machine.card_of(device))
+    original = unchanged(config, device)
     helpful, useless, impossible = [], [], {}
-    for changes in table_of(original.resolved, original.card).values():
+    for changes in table_of(original.config, original.card).values():
         plan = original.changed(changes)
         try:
             if plan.card.gpu is None and "precision" in changes:
@@ -260,7 +289,7 @@ def _bytes_for_time(plan: Plan) -> tuple[bool, float]:
 # ---- A few that make it fit
 
 
-def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "a100") -> Plan:
+def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
     """Return few changes with which a step fits `budget_gib` of memory.
 
     Taken are all that are free, the loss in chunks, and 16-bit precision if that fits; then the
@@ -274,57 +303,44 @@ def fit(config: Config, budget_gib: float, device: str | torch.device | Card = "
     return next(plans_that_fit(config, budget_gib, device))
 
 
-def plans_that_fit(
-    config: Config, budget_gib: float, device: str | torch.device | Card = "a100"
-) -> Iterator[Plan]:
+def plans_that_fit(config: Config, budget_gib: float, device: Device = "a100") -> Iterator[Plan]:
     """Yield the plans between which `fit` chooses, quickest first: with checkpointed blocks and
     without. If nothing fits, the one that needs least.
     """
-    original = Plan(config, machine.card_of(device))
+    original = unchanged(config, device)
     if original.fits(budget_gib):
         yield original
         return
-    sizes = [{"micro_batch_size": size} for size in smaller_batches(original.resolved)]
-    table = table_of(original.resolved, original.card)
-    blocks = [{}]
+    table = table_of(original.config, original.card)
+    ways = [{}]
     if "gradient_checkpointing" in table:
-        blocks.append(table["gradient_checkpointing"])
-    tried, fitting = [original], []
-    for recipe in _recipes(original.resolved, original.card):
-        for checkpointing in blocks:
-            for size in ({}, *sizes):
-                plan = original.changed(recipe | checkpointing | size)
-                with suppress(ConfigError):  # an optimizer in backward cannot accumulate
-                    is_enough = plan.fits(budget_gib)
-                    tried.append(plan)
-                    if is_enough:
-                        fitting.append(plan)
-                        break
+        ways.append(table["gradient_checkpointing"])
+    tried = [original]
+    for recipe in _recipes(original, table):
+        plans = [in_largest_batch(original, recipe | way, budget_gib, tried) for way in ways]
+        fitting = [plan for plan in plans if plan]
+        for plan in sorted(fitting, key=lambda plan: plan.step_ms):
+            yield _without_superfluous(plan, budget_gib)
         if fitting:
-            fitting.sort(key=lambda plan: plan.step_ms)
-            for plan in fitting:
-                yield _without_superfluous(plan, budget_gib)
             return
     least = min(tried, key=lambda plan: plan.prediction.bytes_taken)
     yield _without_superfluous(least, least.needed_gib)
 
 
-def _recipes(config: Config, card: Card) -> Iterator[Changes]:
+def _recipes(original: Plan, table: dict[str, Changes]) -> Iterator[Changes]:
     """Yield more and more changes: what is free, chunks, 16 bits; then those of the learning."""
-    table = table_of(config, card)
     recipe: Changes = {}
     for key in (*FREE_CHANGES, "attention", "loss_chunk_tokens"):
         recipe |= table.get(key, {})
-    if card.gpu:  # few CPUs multiply 16-bit numbers fast
+    if original.card.gpu:  # few CPUs multiply 16-bit numbers fast
         yield recipe | table.get("precision", {})
     yield recipe
-    if card.gpu and card.has_bf16:
-        short = [row.name for row in PRECISIONS.values() if row.weights == "bfloat16"]
-        recipe = recipe | {"precision": short[0]}
+    if original.card.gpu and original.card.has_bf16:
+        recipe = recipe | {"precision": PURE_BF16}
         yield recipe
     recipe = recipe | table.get("optimizer", {})
     yield recipe
-    if not config.max_grad_norm:
+    if not original.config.max_grad_norm:
         yield recipe | table.get("optimizer_in_backward", {})
 
 
@@ -332,7 +348,8 @@ def _without_superfluous(plan: Plan, limit_gib: float) -> Plan:
     """Return a plan without those changes that it fits as well, and is as fast, without."""
     slowest = (1 + FREE) * plan.step_ms
     for key in sorted(plan.changes, key=lambda key: key in FREE_CHANGES):  # these go last
-        fewer = {other: value for other, value in plan.changes.items() if other != key}
+        fewer = dict(plan.changes)
+        del fewer[key]
         simpler = plan.original.changed(fewer)
         if simpler.fits(limit_gib) and simpler.step_ms <= slowest:
             plan = simpler
@@ -345,7 +362,7 @@ def _without_superfluous(plan: Plan, limit_gib: float) -> Plan:
 def largest_micro_batch(
     config: Config,
     budget_gib: float,
-    device: str | torch.device | Card = "a100",
+    device: Device = "a100",
     limit: int = 4096,
 ) -> int:
     """Return how many sequences (at most `limit`) fit in a step of one micro-batch.
@@ -372,7 +389,7 @@ def largest_micro_batch(
 def longest_sequence(
     config: Config,
     budget_gib: float,
-    device: str | torch.device | Card = "a100",
+    device: Device = "a100",
     *,
     unit: int = 1024,
 ) -> int:
@@ -388,8 +405,8 @@ def longest_sequence(
 def size_that_fits(config: Config, limit: int = 8) -> Changes:
     """Return the overrides with which one micro-batch fits the GPU here; none on a CPU.
 
-    `micro_batch_size` is at most `limit`. Where not one sequence fits, it is 1, and `model` is the
-    largest smaller one of which one sequence fits, or the smallest of all.
+    `micro_batch_size` is at most `limit`. Where not one sequence fits, it is 1, and `model` is not
+    the config's but the largest smaller one of which one sequence fits, or the smallest of all.
     """
     if not torch.cuda.is_available():
         return {}
@@ -401,8 +418,8 @@ def size_that_fits(config: Config, limit: int = 8) -> Changes:
         if size:
             break
     size = max(size, 1)
-    changes = {} if model == config.model else {"model": model}
-    return changes | {"micro_batch_size": size, "tokens_per_step": size * config.seq_len}
+    tokens = size * config.seq_len
+    return {"model": model, "micro_batch_size": size, "tokens_per_step": tokens}
 
 
 def fitting(*names: str, **overrides: Any) -> list[Config]:
@@ -413,20 +430,17 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     each other and with other machines.
     """
     configs = [load_config(name, **overrides) for name in names]
-    original = Plan(configs[0], machine.card(choose_device()))
-    whole = original.resolved.micro_batch_size
-    for size in [whole, *smaller_batches(original.resolved)]:
-        smaller = original.changed({"micro_batch_size": size})
-        if size == 1 or smaller.fits(original.card.memory_gib):
-            break
-    if size == whole:
+    original = unchanged(configs[0], machine.card(choose_device()))
+    tried: list[Plan] = []
+    plan = in_largest_batch(original, {}, original.card.memory_gib, tried) or tried[-1]
+    if not plan.changes:
         return configs
-    note = f"micro-batch reduced to {size} to fit memory"
-    overrides |= {"note": note, "micro_batch_size": size}
-    reduced = []
-    for name, config in zip(names, configs, strict=True):
-        reduced.append(load_config(name, **overrides | {"name": config.name}))
-    return reduced
+    size = plan.changes["micro_batch_size"]
+    overrides |= {"note": f"micro-batch reduced to {size} to fit memory", "micro_batch_size": size}
+    return [
+        load_config(config_name, **overrides, name=config.name)
+        for config_name, config in zip(names, configs, strict=True)
+    ]
 
 
 # ---- Before a run and after it: is there room, and what would make some?

@@ -137,7 +137,7 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
     config, precision = run.config, PRECISIONS[run.config.precision]
     trace = trace_config(config, run.card.gpu)
     n_micro_batches = config.grad_accum_steps
-    segments = segments_of(trace, n_micro_batches, at_most=n_micro_batches)
+    segments = segments_of(trace, n_micro_batches)
     if precision.loss_scale:
         segments.append(_unscaling(trace))
     fused = fuse(trace.segments) if COMPILE_MODES[config.compile].is_on else None

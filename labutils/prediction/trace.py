@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from labutils.memory.tensors import on_loss_begin, optimizer_tensors
 from labutils.prediction.cuda_rules import PRODUCTS, Rule, borrowed, cuda_rules, outputs_in_order
 from labutils.prediction.work import TENSORS_PER_LAUNCH, Work, work_of
 from labutils.techniques import optimizers, precision
-from labutils.techniques.loss import lm_loss_sum
+from labutils.techniques.loss import LossFn, lm_loss_sum
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.step import take_step
 from labutils.workload.build import build_optimizer, float32_model
@@ -106,15 +106,6 @@ class Trace:
     standing: list[Storage]
     segments: list[Segment]
 
-    def lasting(self) -> list[Storage]:
-        """Return what is alive before every step but the first."""
-        lasting = list(self.standing)
-        for segment in self.segments:
-            for event in segment.events:
-                if event.kind == BIRTH and event.storage.category in LASTING:
-                    lasting.append(event.storage)
-        return lasting
-
 
 class StorageLog(TorchDispatchMode):
     """Notes operations, and birth and death of every storage that they allocate."""
@@ -134,16 +125,19 @@ class StorageLog(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
+        if phase == "clear":  # to the ledger that is the end of the optimizer's phase
+            return
         self.phase = phase
         self.n_micro_batches += phase == "forward"
         micro_batch = None if phase == "optimizer" else self.n_micro_batches - 1
         self.segments.append(Segment(phase, micro_batch))
         self.events = self.segments[-1].events
 
-    def name(self, tensor: torch.Tensor, category: str) -> None:
-        """Give a storage its sure category, for its whole life."""
-        self._see(tensor, category)
-        self.of(tensor).category = category
+    def name(self, tensor: torch.Tensor, category: str) -> Storage:
+        """Give a storage its sure category, for its whole life, and return it."""
+        storage = self._see(tensor, category)
+        storage.category = category
+        return storage
 
     def of(self, tensor: torch.Tensor) -> Storage | None:
         """Return the storage behind a tensor, None if it was never seen."""
@@ -151,13 +145,14 @@ class StorageLog(TorchDispatchMode):
         storage, _ = self.alive.get(tensor.untyped_storage()._cdata, (None, None))
         return storage
 
-    def _see(self, tensor: torch.Tensor, category: str) -> None:
+    def _see(self, tensor: torch.Tensor, category: str) -> Storage:
         memory = tensor.untyped_storage()
         if memory._cdata not in self.alive:
             storage = Storage(memory.nbytes(), category, tensor.dtype)
             end = partial(self._end, memory._cdata)
             self.alive[memory._cdata] = storage, weakref.ref(memory, end)
             self.events.append(Event(BIRTH, storage))
+        return self.alive[memory._cdata][0]
 
     def _end(self, key: int, _: weakref.ref) -> None:
         storage, _ = self.alive.pop(key)
@@ -227,7 +222,7 @@ def _adds_in_place(a: Any, b: Any) -> bool:
 def trace_step(
     model: nn.Module,
     micro_batches: Sequence[Any],
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    loss_fn: LossFn,
     optimizer: torch.optim.Optimizer | OptimizerInBackward,
     log: StorageLog,
     *,
@@ -239,10 +234,13 @@ def trace_step(
 
     `loss_fn` returns the loss to differentiate: it has divided by the number of targets, if at all.
     """
-    tensors = tensors_in_order(model).values()
-    for tensor in tensors:
-        log.name(tensor, PARAMETERS)
-    standing = [log.of(tensor) for tensor in tensors]
+    standing: dict[Storage, None] = {}
+
+    def name_tensors(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            standing[log.name(tensor, PARAMETERS)] = None
+
+    model.apply(name_tensors)  # in the order of `model.to(device)`
 
     def name_gradient(parameter: torch.Tensor) -> None:
         log.name(parameter.grad, GRADIENTS)
@@ -267,10 +265,6 @@ def trace_step(
         log.in_lists = False
         return norm
 
-    def begin(phase: str) -> None:
-        if phase != "clear":  # to the ledger that is the end of the optimizer's phase
-            log.begin(phase)
-
     grad_norm = take_step(
         model,
         micro_batches,
@@ -282,7 +276,7 @@ def trace_step(
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         max_grad_norm=max_grad_norm,
         clip=clip,
-        phase=begin,
+        phase=log.begin,
     )
     for tensor in optimizer_tensors(optimizer):
         log.name(tensor, OPTIMIZER)
@@ -290,7 +284,7 @@ def trace_step(
         hook.remove()
     log.events = []  # what dies from here on dies with the run
     del grad_norm
-    return Trace(standing, log.segments)
+    return Trace([*standing], log.segments)
 
 
 class _Undivided:
@@ -300,20 +294,10 @@ class _Undivided:
         return loss
 
 
-def tensors_in_order(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Return a module's parameters and buffers by id, in the order of `module.to(device)`."""
-    tensors: dict[int, torch.Tensor] = {}
-    for child in module.children():
-        tensors |= tensors_in_order(child)
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        tensors[id(tensor)] = tensor
-    return tensors
-
-
 def traced_module(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    loss_fn: LossFn,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     precision_name: str,
     card: Card,
@@ -374,12 +358,8 @@ def each_size_once(log: StorageLog) -> Iterator[None]:
             update(p, gradient, *moments, **how)
             known[key] = log.events[start:]
             return
-        twins: dict[int, Storage] = {}
-        for event in known[key]:
-            if event.kind == BIRTH:
-                twins[id(event.storage)] = replace(event.storage)
-            storage = twins.get(id(event.storage), event.storage)
-            log.events.append(event._replace(storage=storage))
+        # all that is born in an update dies in it
+        log.events += known[key]
 
     optimizers._update = update_or_repeat
     try:
@@ -390,18 +370,13 @@ def each_size_once(log: StorageLog) -> Iterator[None]:
 
 # ---- The step of a config
 
-# Keys that leave the bytes of a step alone get one value, so that equal steps are traced once.
+# These leave a step as it is: equal steps are traced once. Random weights have the shapes of
+# pretrained ones, and need no download.
 SAME = {
     "name": "x",
-    "note": "",
-    "seed": 0,
-    "corpus": "stdlib",
     "weights": "random",
     "steps": 1,
-    "learning_rate": 1e-3,
-    "lr_schedule": "constant",
     "lr_warmup_steps": 0,
-    "eval_every": 0,
     "compile": "off",
     "memory_limit_gib": 0,
     "expandable_segments": False,
@@ -435,7 +410,6 @@ def _traced(config_json: str, gpu: Gpu | None) -> Trace:
 
     with fake_world(gpu) as (log, _):
         with default_dtype(precision.weights_dtype(config.precision)):
-            # random weights have the shapes of pretrained ones, and need no download
             model = float32_model(config)
         micro_batches = []
         for _ in range(config.grad_accum_steps):

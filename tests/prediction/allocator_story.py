@@ -44,18 +44,14 @@ def main(cap_mib: int, steps: int = 2000) -> None:
                 ours.free(block)
             else:
                 tensor, block = ask_both(int(2 ** dice.uniform(8, 26.5)), ours)
-                assert (tensor is None) == (block is None), (
-                    f"step {step}: only {'torch' if block else 'we'} refused"
-                )
-                if tensor is None:
-                    refused += 1
-                else:
+                assert (tensor is None) == (block is None), f"step {step}: one alone refused"
+                if block:
                     alive.append((tensor, block))
+                else:
+                    refused += 1
                 del tensor
-            found = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            assert found == (ours.allocated, ours.reserved), (
-                f"step {step}: {found} {ours.allocated, ours.reserved}"
-            )
+            theirs = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            assert theirs == (ours.allocated, ours.reserved), f"step {step}: theirs {theirs}"
     print(f"{refused} refused, {ours.n_retries} times the cache was emptied; all else equal")
 
 

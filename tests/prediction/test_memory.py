@@ -4,27 +4,24 @@ recorded in reference/allocator.csv.
 
 from __future__ import annotations
 
-import csv
+import copy
 import json
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 
+import pandas as pd
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import labutils as lab
 from labutils.cli import main
 from labutils.config.card import CARDS, CONTEXT_GIB, PrecisionUnsupported
 from labutils.config.choices import CHECKPOINTING
-from labutils.config.schema import ConfigError
 from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import (
     ACTIVATIONS,
     CAST_WEIGHTS,
-    GRADIENTS,
     LOGITS,
     OPTIMIZER,
     PARAMETERS,
@@ -45,9 +42,8 @@ from labutils.prediction.memory import (
     replayed,
     smallest_limit,
 )
-from labutils.prediction.trace import LASTING
 from labutils.techniques import precision
-from labutils.techniques.loss import lm_loss_sum
+from labutils.techniques.loss import count_targets, lm_loss_sum
 from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import CPU, predicted_on, slow, without_onednn
 
@@ -58,25 +54,31 @@ POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]
 SAME_BYTES = partial(pytest.approx, rel=0.005)
 
 
-def measured(config):
-    """Return the profiler's ledger of one real step of a config on the CPU, without oneDNN."""
-    model = build_experiment_model(config, CPU)
-    optimizer = build_optimizer(model, config)
+def measured_second_step(model, optimizer, micro_batches, loss_fn, **how):
+    """Return the profiler's ledger of a step on the CPU that finds the optimizer's state."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    ids = torch.zeros(config.micro_batch_size, config.seq_len, dtype=torch.int64)
+    how = {"precision": "bf16", "count_targets": len} | how
     with without_onednn():
-        return measure_step(
-            model,
-            [{"input_ids": ids, "labels": ids}] * config.grad_accum_steps,
-            partial(lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
-            optimizer,
-            precision=config.precision,
-            # Small enough that no gradient is inf: a skipped step has no temporaries.
-            scaler=precision.grad_scaler(config.precision, CPU, init_scale=2.0**10),
-            max_grad_norm=config.max_grad_norm,
-        )
+        return measure_step(model, micro_batches, loss_fn, optimizer, **how)
+
+
+def measured(config):
+    """Return the ledger of one real step of a config on the CPU."""
+    model = build_experiment_model(config, CPU)
+    ids = torch.zeros(config.micro_batch_size, config.seq_len, dtype=torch.int64)
+    return measured_second_step(
+        model,
+        build_optimizer(model, config),
+        [{"input_ids": ids, "labels": ids}] * config.grad_accum_steps,
+        partial(lm_loss_sum, chunk_tokens=config.loss_chunk_tokens),
+        precision=config.precision,
+        # Small enough that no gradient is inf: a skipped step has no temporaries.
+        scaler=precision.grad_scaler(config.precision, CPU, init_scale=2.0**10),
+        max_grad_norm=config.max_grad_norm,
+        count_targets=count_targets,
+    )
 
 
 def cases() -> list:
@@ -123,31 +125,6 @@ def test_prediction_is_what_this_cpus_allocator_gives(changes):
 # ---- What the trace knows of torch
 
 
-class UsesItsWeightTwice(nn.Module):
-    """256 float32 numbers whose two gradients are summed in place, where nobody watches."""
-
-    # the weight and its first gradient, the second for a moment, three scalars
-    BACKWARD_BYTES = 3080
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(256))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight + self.weight * x
-
-
-def test_this_torch_can_be_traced():
-    """The log rests on private parts of torch: it must see gradients summed in place."""
-    module, x = UsesItsWeightTwice(), torch.ones(256)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    loss = lambda m, x: m(x).sum()  # noqa: E731
-    real = measure_step(module, [x], loss, optimizer, count_targets=lambda x: 1)
-    assert sum(real.phases["backward"].values()) == pytest.approx(module.BACKWARD_BYTES, abs=16)
-    ledger = predict_module(module, x, loss, torch.optim.SGD, device="cpu")
-    assert sum(ledger.phases["backward"].values()) == module.BACKWARD_BYTES
-
-
 def test_cuda_rules_are_gone_afterwards():
     x = torch.randn(1, 1, 4, 4, requires_grad=True)
     before = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -164,20 +141,12 @@ def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def test_any_module_is_predicted_in_training_mode_and_left_alone():
     model = nn.Sequential(nn.Linear(256, 512), nn.Dropout(), nn.Linear(512, 256)).eval()
-    before = [p.detach().clone() for p in model.parameters()]
-    batch = torch.randn(64, 256)
-    predicted = predict_module(
-        model, batch, squares, torch.optim.Adam, precision="bf16", device="cpu"
-    )
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    before, batch = copy.deepcopy(model.state_dict()), torch.randn(64, 256)
+    adam = torch.optim.Adam
+    predicted = predict_module(model, batch, squares, adam, precision="bf16", device="cpu")
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     assert not model.training
-    optimizer = torch.optim.Adam(model.train().parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    how = {"count_targets": lambda x: 1, "precision": "bf16"}
-    with without_onednn():
-        real = measure_step(model, [batch], squares, optimizer, **how)
+    real = measured_second_step(model.train(), adam(model.parameters()), [batch], squares)
     assert predicted.peak_bytes == SAME_BYTES(real.peak_bytes)
 
 
@@ -202,44 +171,29 @@ def test_temporaries_of_adamw_are_those_of_the_implementation(device, chosen, n_
 # ---- On a card
 
 
-def test_prediction_for_cuda_is_what_independent_traces_found():
-    """124M, B4 T1024, BF16 autocast, tanh GELU, no cache, no dropout, fused AdamW:
-
-    5333 MiB by a fake-CUDA trace.
-    """
-    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
-        pytest.skip("found with transformers 5.23; 5.0 has a buffer of 1 MiB more in every layer")
-    values = {"seq_len": 1024, "micro_batch_size": 4, "tokens_per_step": 4096}
-    config = lab.load_config("optimized", **values, pad_vocab=False, loss_chunk_tokens=0)
-    parts = predict_memory(config, "a100").categories
-    tensors = sum(parts.values()) - parts[WORKSPACES] - parts[ROUNDING]  # it did not count these
-    assert tensors / MIB == pytest.approx(5333, rel=0.001)
-
-
-def test_offloaded_tensors_are_not_on_the_card():
-    shape = {"seq_len": 512, "micro_batch_size": 8, "tokens_per_step": 4096}
+def test_each_policy_keeps_less_on_the_card():
+    shape = {"seq_len": 512, "micro_batch_size": 2, "tokens_per_step": 1024}
     kept = []
     for policy in ("none", "selective", "block", "offload"):
         config = lab.load_config("bf16", **shape, gradient_checkpointing=policy)
-        kept.append(predict_memory(config).phases["loss"][ACTIVATIONS])
-    assert kept == sorted(kept, reverse=True)
+        kept.append(predict_memory(config).phases["loss"])
+    activations = [phase[ACTIVATIONS] for phase in kept]
+    assert activations == sorted(activations, reverse=True)
     # what stays on the card is made behind the last block: its result, and the last norm's
-    assert kept[-1] < 4 * 4 * 4096 * 768
+    assert activations[-1] < 4 * 4 * 1024 * 768
+    # of all products the weights, and of those in blocks the biases, once in 16 bits
+    cast = 2 * (12 * (12 * 768**2 + 9 * 768) + 50257 * 768)
+    assert [phase[CAST_WEIGHTS] for phase in kept] == [cast] * 4
 
 
 def test_emulated_bf16_has_no_fused_attention_and_what_a_device_lacks_is_refused():
     """Emulated is what is predicted for a card that is elsewhere: it keeps the (T, T) matrices."""
-    shape = {"seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048, "dropout": 0.0}
+    shape = {"seq_len": 512, "micro_batch_size": 2, "tokens_per_step": 1024, "dropout": 0.0}
     emulated, fused = (predict_memory(lab.load_config(p, **shape), "t4") for p in ("bf16", "fp16"))
-    matrices = 12 * 4 * 12 * 512 * 512 * 2
+    matrices = 12 * 2 * 12 * 512 * 512 * 2
     assert emulated.peak_bytes > fused.peak_bytes + matrices
-    with pytest.raises(PrecisionUnsupported, match="bf16 cannot run here"):
-        predict_memory(lab.load_config("bf16"), replace(CARDS["t4"], is_here=True))
     with pytest.raises(PrecisionUnsupported, match="Ampere"):
         predict_memory(lab.load_config("fp16", attention="flash"), "t4")
-    with pytest.raises(ConfigError, match="without dropout"):
-        cpu = {"when_cpu": {"attention": "flash", "dropout": 0.1}}
-        predict_memory(lab.load_config("fp32").model_copy(update=cpu), "cpu")
 
 
 # ---- Torch's CUDA allocator, as recorded
@@ -255,8 +209,7 @@ NEAR = {
 
 
 def table() -> list[dict[str, str]]:
-    with (REFERENCE_DIR / "allocator.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return pd.read_csv(REFERENCE_DIR / "allocator.csv").to_dict("records")
 
 
 def figures_of(row: dict[str, str]) -> dict[str, int]:
@@ -279,16 +232,13 @@ def check(rows: list[dict[str, str]]) -> None:
     for row in rows:
         figures = figures_of(row)
         for name, most in NEAR.items():
-            assert figures[name] == pytest.approx(int(row[f"{name}_bytes"]), rel=most), (name, row)
-        for name in ("smallest_cap", "smallest_cap_expandable"):
-            assert memory.MARGIN * figures[name] >= int(row[f"{name}_bytes"]), row
+            assert figures[name] == pytest.approx(row[f"{name}_bytes"], rel=most), (name, row)
+            if name.startswith("smallest_cap"):
+                assert memory.MARGIN * figures[name] >= row[f"{name}_bytes"], row
 
 
 def test_predictions_agree_with_a_sample_of_the_table():
-    rows = table()
-    assert len({(row["config"], row["overrides"]) for row in rows}) >= 60
-    assert {row["card"] for row in rows} == set(CARD_OF)
-    check(rows[::13])
+    check(table()[::13])
 
 
 @slow
@@ -315,7 +265,6 @@ def test_the_smallest_limit_is_enough_and_less_is_not(nano, settings):
 
 def test_a_card_that_fits_is_the_one_whose_needs_are_told(nano):
     needed = lab.needed_gib(nano.ledger)
-    assert needed == nano.needed_gib == nano.ledger.needed_bytes / 2**30
     assert nano.fits(needed + 1e-6)
     assert not nano.fits(0.9 * (needed - CONTEXT_GIB) + CONTEXT_GIB)
 
@@ -326,35 +275,16 @@ def test_categories_add_up_to_what_the_allocator_has_given(nano):
     assert nano.ledger.peak_bytes == pytest.approx(unlimited.peak_allocated, rel=0.002)
     assert nano.ledger.categories[WORKSPACES] == 2 * 8519680
     assert nano.ledger.categories[ROUNDING] >= 0
-    on_hopper = lab.predict_memory(lab.load_config("fp32", **NANO), "h200").categories
-    assert on_hopper[WORKSPACES] == 2 * 32 * MIB
 
 
-def test_the_first_step_makes_what_later_ones_find(nano):
-    """The model is moved first; parameters and optimizer state are asked for once, all else in
-    every step.
-    """
-    born = Counter(storage for storage, is_birth in nano.requests if is_birth)
-    parameters = nano.trace.standing
-    assert list(born)[: len(parameters)] == parameters
-    lasting = [times for storage, times in born.items() if storage.category in LASTING]
-    # of each a weight, two moments and a step count; cuBLAS's workspaces
-    assert lasting == [1] * (4 * len(parameters) + 2)
-    passing = {times for storage, times in born.items() if storage.category == GRADIENTS}
-    assert passing == {memory.STEPS}
-
-
-def test_on_the_gpu_here_the_environment_and_the_system_count(monkeypatch):
-    plain, growing = (lab.load_config("fp32", expandable_segments=on) for on in (False, True))
+@pytest.mark.parametrize("problem", ["", "not under WSL"])
+def test_on_the_gpu_here_the_environment_and_the_system_count(monkeypatch, problem):
+    growing = lab.load_config("fp32", expandable_segments=True)
     card = replace(CARDS["t4"], is_here=True)
-    monkeypatch.setattr(memory, "without_expandable_segments", lambda: "")
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert allocator_settings(plain, card) == Settings(False, 64 * MIB)
-    assert allocator_settings(growing, card) == Settings(True, 64 * MIB)
+    monkeypatch.setattr(memory, "without_expandable_segments", lambda: problem)
+    assert allocator_settings(growing, card) == Settings(not problem, 64 * MIB)
     assert allocator_settings(growing, CARDS["a100"]) == EXPANDABLE
-    monkeypatch.setattr(memory, "without_expandable_segments", lambda: "not under WSL")
-    assert allocator_settings(growing, card) == Settings(False, 64 * MIB)
 
 
 def test_predict_command(capsys):
