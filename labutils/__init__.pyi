@@ -42,7 +42,6 @@ from .prediction.search import advise as advise
 from .prediction.search import fit as fit
 from .prediction.search import fitting as fitting
 from .prediction.search import largest_micro_batch as largest_micro_batch
-from .prediction.search import longest_sequence as longest_sequence
 from .prediction.search import size_that_fits as size_that_fits
 from .prediction.time import predict_module_time as predict_module_time
 from .prediction.time import predict_time as predict_time

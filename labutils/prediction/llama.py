@@ -36,9 +36,10 @@ SHAPES = {
 def predict_large(size: str, **recipe: Any) -> MemoryLedger:
     """Return the predicted ledger of a step of a LLaMA: a key of SHAPES.
 
-    `recipe` is that of `traced_ledger`. Two depths are traced. Bytes of a phase are affine
-    in the depth, so they are carried on to all layers; the peak of a phase must fall at the same
-    operation at each depth, as it does in these shapes.
+    `recipe` is that of `traced_ledger`. Two depths are traced. Bytes of a phase are affine in the
+    depth while its peak falls at the same operation, and so they are carried on to all layers.
+    Where the peak moves with depth this is too low: with `pure_bf16` and `adamw_8bit` 1.1B lacks
+    0.5 % at the peak, and 19 % in the backward phase.
     Raises ValueError for an unknown size or kind of freezing.
     """
     if size not in SHAPES:

@@ -72,7 +72,6 @@ CHUNK_TOKENS = 512
 NOTHING = 0.005  # of the peak: less is called nothing
 FREE = 0.02  # of the step: a change that takes less time is free
 FEW_SEQUENCES = 2, 3  # a batch of one has views where larger ones have copies
-LONGEST = 32768  # tokens of a sequence that a config may name
 (PURE_BF16,) = (row.name for row in PRECISIONS.values() if row.weights == "bfloat16")
 ON_CPU = torch.device("cpu")
 
@@ -384,22 +383,6 @@ def largest_micro_batch(
         return replace(of(few), requests=requests).fits(budget_gib)
 
     return boundary(fits, 0, limit + 1)[0]
-
-
-def longest_sequence(
-    config: Config,
-    budget_gib: float,
-    device: Device = "a100",
-    *,
-    unit: int = 1024,
-) -> int:
-    """Return the longest sequence, in tokens, of which one fits: a multiple of `unit`, or 0."""
-
-    def fits(units: int) -> bool:
-        longer = with_shape(config.model_copy(update={"seq_len": units * unit}), 1)
-        return largest_micro_batch(longer, budget_gib, device, limit=1) == 1
-
-    return unit * boundary(fits, 0, LONGEST // unit + 1)[0]
 
 
 def size_that_fits(config: Config, limit: int = 8) -> Changes:

@@ -165,17 +165,6 @@ def test_two_and_three_sequences_tell_about_seven_and_about_what_kernels_borrow(
     assert bytes_of[0] == bytes_of[1]
 
 
-def test_the_longest_sequence_fits_and_one_unit_more_does_not(monkeypatch):
-    def largest(config, budget_gib, device, limit):
-        assert config.tokens_per_step == config.seq_len
-        return int(config.seq_len <= budget_gib)
-
-    monkeypatch.setattr(search, "largest_micro_batch", largest)
-    config = lab.load_config("checkpointing")
-    lengths = [search.longest_sequence(config, most, unit=512) for most in (5000, 100, 10**6)]
-    assert lengths == [4608, 0, 32768]
-
-
 @pytest.mark.parametrize(
     ("free_gib", "model", "size"),
     [(80, "gpt2-medium", 8), (3.7, "gpt2", None), (0.1, "gpt2-nano", 1)],
