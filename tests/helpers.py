@@ -34,14 +34,9 @@ def committed(path: str) -> str:
     """
     command = ["git", "-C", str(REPO), "show", f"HEAD:{path}"]
     try:
-        answer = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
+        return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return (REPO / path).read_text(encoding="utf-8")
-    return (
-        answer.stdout.decode()
-        if answer.returncode == 0
-        else (REPO / path).read_text(encoding="utf-8")
-    )
 
 
 @contextmanager
@@ -112,11 +107,6 @@ def rate_of(step: int, config: lab.Config) -> float:
         warmup_steps=config.lr_warmup_steps,
         steps=config.steps,
     )
-
-
-def on(device: str, config: lab.Config) -> lab.Config:
-    """The config as it runs on a card."""
-    return resolve(config, machine.card_of(device)).config
 
 
 def predicted_on(device: str, config: lab.Config) -> Prediction:
