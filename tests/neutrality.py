@@ -168,11 +168,13 @@ def main(commit: str, word: str = "") -> int:
     different = set()
     for text, then in before.items():
         now = after.get(text, {})
-        for key in then.keys() | ({"raised"} & now.keys()):
-            if then.get(key) != now.get(key):
+        for key, value in then.items():
+            value_now = now.get(key, now.get("raised"))
+            if value != value_now:
                 different.add(text)
-                print(f"DIFFERS: {text}: {key}\n  {str(then.get(key))[:300]}")
-                print(f"  now: {str(now.get(key))[:300]}")
+                print(
+                    f"DIFFERS: {text}: {key}\n  {str(value)[:300]}\n  now: {str(value_now)[:300]}"
+                )
     print(f"{len(before) - len(different)} of {len(before)} answers are equal")
     return min(len(different), 1)
 
