@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,7 +126,7 @@ def figures_of(config: Config) -> dict[str, int] | str:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Run the configs of one table, and write the rows of another."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("new", type=Path)
@@ -135,8 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--label", default="torch's CUDA allocator", help="the first column")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("no CUDA GPU is here", file=sys.stderr)
-        return 1
+        raise SystemExit("no CUDA GPU is here")
     rows = pd.read_csv(options.new).to_dict("records") if options.new.exists() else []
     done = {(row["config"], row["overrides"]) for row in rows}
     for name, overrides in pd.read_csv(options.of)[["config", "overrides"]].itertuples(index=False):
@@ -151,8 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
         named = {"label": options.label, "config": name, "overrides": overrides}
         rows.append(named | card | figures)
         pd.DataFrame(rows).to_csv(options.new, index=False, lineterminator="\n")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -41,23 +41,17 @@ def tutorial(config: Config, stream: Iterator[Batch], device: torch.device) -> R
     model = transformers_model(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     use_amp = config.precision in ("fp16", "bf16")
-    scaler = torch.amp.GradScaler(device.type) if use_amp else None
+    scaler = torch.amp.GradScaler(device.type, enabled=use_amp)
     losses = []
     for batch in stream:
         batch = {k: v.to(device) for k, v in batch.items()}
         optimizer.zero_grad()
-        if use_amp:
-            with precision.autocast(config.precision, device):
-                outputs = model(**batch)
-                loss = outputs.loss
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        else:
+        with precision.autocast(config.precision, device):
             outputs = model(**batch)
             loss = outputs.loss
-            loss.backward()
-            optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         losses.append(loss.item())
         loss.item()  # for its progress bar
     return losses, ""

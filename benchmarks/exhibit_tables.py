@@ -278,9 +278,8 @@ def run_of(row: Precision) -> dict[str, Any]:
     about = {"autocast": row.products if row.autocast else "", "scaler": row.loss_scale}
     about["MiB"] = [round(moment.alive.total() / MIB, 2) for moment in moments]
     halves = [group for group in groups if group[1].endswith("16")]
-    about["MiB in 16 bits"] = [
-        round(sum(m.alive[group] for group in halves) / MIB, 2) for m in moments
-    ]
+    sizes = [sum(moment.alive[group] for group in halves) for moment in moments]
+    about["MiB in 16 bits"] = [round(n_bytes / MIB, 2) for n_bytes in sizes]
     return {**about, "groups": groups, "moments": lines}
 
 

@@ -111,10 +111,9 @@ def _told(frames: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _relative(file: str) -> str:
     """Return a path from its package on; of a file that is in no package, the name."""
     file = file.replace("\\", "/")
-    for root in ("/site-packages/", "/dist-packages/", "/labutils/"):
-        if root in file:
-            package = "labutils/" if root == "/labutils/" else ""
-            return package + file.rpartition(root)[2]
+    package = re.fullmatch(r".*/(?:(?:site|dist)-packages/|(?=labutils/))(.+)", file)
+    if package:
+        return package[1]
     return file.rpartition("/")[2] if file.startswith("/") or file[1:2] == ":" else file
 
 

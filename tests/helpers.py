@@ -33,14 +33,9 @@ def committed(path: str) -> str:
     """
     command = ["git", "-C", str(REPO), "show", f"HEAD:{path}"]
     try:
-        answer = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
+        return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return (REPO / path).read_text(encoding="utf-8")
-    return (
-        answer.stdout.decode()
-        if answer.returncode == 0
-        else (REPO / path).read_text(encoding="utf-8")
-    )
 
 
 @contextmanager
@@ -100,11 +95,6 @@ def regression_batches(n: int, size: int = 6, seed: int = 0) -> list[dict[str, t
 
 def squared_error_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (model(batch["x"]).float() - batch["y"]).square().sum()
-
-
-def on(device: str, config: lab.Config) -> lab.Config:
-    """The config as it runs on a card."""
-    return resolve(config, machine.card_of(device)).config
 
 
 def predicted_on(device: str, config: lab.Config) -> Prediction:

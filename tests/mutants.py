@@ -1,8 +1,8 @@
 """Does a test notice a small fault? `make mutants` plants N of them, drawn with a printed seed.
 
 First all tests run once and tell which functions each one calls (pytest loads this file for that).
-Then each fault goes into a copy of the course, where the tests run that call its function. What
-survives may be a fault that changes nothing.
+Then each fault goes into a copy of the course, where the tests that call its function run: those
+named after its file first, then the fastest. What survives may be a fault that changes nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import argparse
 import ast
 import json
 import os
-import queue
 import random
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,49 +29,49 @@ import pytest
 REPO = Path(__file__).resolve().parent.parent
 SOURCES = ("techniques/*", "training/*", "memory/*", "prediction/allocator", "exercises/*")
 LEFT_OUT = "not (browser or processes or slow or slowest or gpu)"
-ENOUGH_S = 45  # of tests that call a function; those named after its file come first
+ENOUGH_S = 90  # of CPU time, for the tests that call a function
+VERDICTS = {0: "survived", 1: "killed", 2: "killed", 4: "killed"}  # by pytest's exit code
 SWAPPED = {
     ast.Lt: ast.LtE,
     ast.Gt: ast.GtE,
     ast.Eq: ast.NotEq,
     ast.Is: ast.IsNot,
     ast.In: ast.NotIn,
+    ast.Add: ast.Sub,
+    ast.Mult: ast.Div,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
 }
-SWAPPED |= {ast.Add: ast.Sub, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult, ast.And: ast.Or}
 SWAPPED |= {after: before for before, after in SWAPPED.items()}
-called: dict[str, tuple[float, list[str]]] = {}  # {test: (seconds, functions)}
-failed: set[str] = set()
+MESSAGES = ast.Raise | ast.JoinedStr
+NOT_COPIED = shutil.ignore_patterns(".venv", "runs", "*cache*", ".git", "node_modules")
+NOT_RUN = ("annotation", "returns", "decorator_list")
+called: dict[str, tuple[float, list[str]]] = {}  # {test that passes: (seconds, functions)}
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
     functions: set[str] = set()
-    start = time.monotonic()
+    start, failed = time.monotonic(), item.session.testsfailed
 
     def note(frame, *_):
-        if "/labutils/" in frame.f_code.co_filename:
-            module = frame.f_code.co_filename.partition("/labutils/")[2]
-            functions.add(f"{module}:{frame.f_code.co_firstlineno}")
+        _, is_ours, module = frame.f_code.co_filename.partition("/labutils/")
+        if is_ours:
+            functions.update((module, f"{module}:{frame.f_code.co_name}"))
 
     sys.settrace(note)
     yield
     sys.settrace(None)
-    called[item.nodeid] = time.monotonic() - start, sorted(functions)
-
-
-def pytest_runtest_logreport(report):
-    if report.failed:  # without any fault
-        failed.add(report.nodeid)
+    if item.session.testsfailed == failed:
+        called[item.nodeid] = time.monotonic() - start, sorted(functions)
 
 
 def pytest_sessionfinish():
-    for test in failed:
-        called.pop(test, None)
     Path(os.environ["MUTANTS_MAP"]).write_text(json.dumps(called), encoding="utf-8")
 
 
-def change(node: ast.AST) -> str | None:
-    """Change a node in place and say how, or return None where there is nothing to change."""
+def change(node: ast.AST) -> str:
+    """Change a node in place and say how; "" where there is nothing to change."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
         node.ops[0] = SWAPPED[type(node.ops[0])]()
         return "another comparison"
@@ -87,67 +89,61 @@ def change(node: ast.AST) -> str | None:
         return "a call is lost"
     if isinstance(node, ast.Call) and node.keywords:
         return f"the argument {node.keywords.pop().arg} is lost"
-    return None
+    return ""
 
 
-def nodes_of(tree: ast.Module) -> list[ast.AST]:
-    """Return all nodes but those of messages, annotations and decorators, in a fixed order."""
-    words: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        parts = [getattr(node, "annotation", None), getattr(node, "returns", None)]
-        parts += getattr(node, "decorator_list", [])
-        parts += [node] if isinstance(node, ast.Raise | ast.JoinedStr) else []
-        for part in filter(None, parts):
-            words |= set(ast.walk(part))
-    return [node for node in ast.walk(tree) if node not in words]
+def nodes_of(node: ast.AST, function: str = "") -> Iterator[tuple[ast.AST, str]]:
+    """Yield a node and those below it that run, each with the name of the function around it."""
+    if isinstance(node, MESSAGES):
+        return
+    yield node, function
+    function = node.name if isinstance(node, ast.FunctionDef) else function
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and field not in NOT_RUN:
+                yield from nodes_of(child, function)
 
 
-def mutant(path: Path, index: int) -> tuple[str, int, str | None, str]:
-    """Return (text with node `index` changed, its line, the change, the function around it)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    node, module = nodes_of(tree)[index], path.relative_to(REPO / "labutils").as_posix()
-    around = module  # all functions of a file, if it stands in none
-    for function in ast.walk(tree):  # the innermost comes last
-        if isinstance(function, ast.FunctionDef) and node in ast.walk(function):
-            first = [function, *function.decorator_list]
-            around = f"{module}:{min(line.lineno for line in first)}"
-    line = getattr(node, "lineno", 0)
-    how = change(node)
-    return ast.unparse(ast.fix_missing_locations(tree)), line, how, around
+def run(course: Path, tests: list[str], cpu_s: int, *options: str) -> int:
+    """Run the tests in this folder; return pytest's exit code, or another if they take too long."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    command = ["timeout", "3600", sys.executable, "-m", "pytest", "-q", "-m", LEFT_OUT]
+    command += ["-p", "no:cacheprovider", *options, *tests]
+    place = os.environ | {"PYTHONPATH": str(course), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=course, env=place, capture_output=True, preexec_fn=limit)
+    return ended.returncode
 
 
-def run(course: Path, tests: list[str], limit_s: float, *options: str) -> bool:
-    """Return whether all tests pass in this copy, in time."""
-    command = ["timeout", "-k", "1", str(int(limit_s)), sys.executable, "-m", "pytest", "-q"]
-    command += ["-p", "no:cacheprovider", "-m", LEFT_OUT, *options, *tests]
-    place = {"PYTHONPATH": str(course), "OMP_NUM_THREADS": "1", "MUTANTS_MAP": str(course / "map")}
-    answer = subprocess.run(command, cwd=course, env=os.environ | place, capture_output=True)
-    return answer.returncode == 0
+def functions_of(tests: list[str]) -> dict[str, list[tuple[float, str]]]:
+    """Run the tests without any fault; return {function or module: [(seconds, test), ...]}."""
+    tests_of = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MUTANTS_MAP"] = f"{folder}/map"
+        run(REPO, tests, 3600, "-p", "tests.mutants")
+        rows = json.loads(Path(folder, "map").read_text(encoding="utf-8"))
+    for test, (seconds, functions) in rows.items():
+        for function in functions:
+            tests_of[function].append((seconds, test))
+    return tests_of
 
 
-def judge(point: tuple[Path, int], courses: queue.Queue, tests_of: dict) -> tuple[str, ...]:
-    """Plant one fault in a free copy and return (verdict, place, change).
-
-    The fastest tests that call its function come first.
-    """
+def judge(tests_of: dict, point: tuple[Path, int]) -> tuple[str, str, str]:
+    """Plant one fault in a copy of the course and return (verdict, place, change)."""
     path, index = point
-    text, line, how, around = mutant(path, index)
-    place = f"{path.relative_to(REPO)}:{line}"
-    named = f"test_{path.stem}."
-    chosen, seconds = [], 0.0
-    for cost, test in sorted(tests_of[around], key=lambda test: (named not in test[1], test)):
-        if seconds + cost <= ENOUGH_S or not chosen:
-            chosen.append(test)
-            seconds += cost
-    if not chosen:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    node, function = list(nodes_of(tree))[index]
+    place, how = f"{path.relative_to(REPO)}:{node.lineno}", change(node)
+    module = path.relative_to(REPO / "labutils").as_posix()
+    tests = tests_of[f"{module}:{function}" if function else module]
+    tests = sorted(tests, key=lambda row: (f"test_{path.stem}." not in row[1], row))
+    if not tests:
         return "no test calls it", place, how
-    course = courses.get()
-    copy = course / path.relative_to(REPO)
-    copy.write_text(text, encoding="utf-8")
-    survived = run(course, chosen, 3 * seconds + 30, "-x")
-    shutil.copy2(path, copy)
-    courses.put(course)
-    return "survived" if survived else "killed", place, how
+    with tempfile.TemporaryDirectory() as folder:
+        course = shutil.copytree(REPO, Path(folder, "course"), ignore=NOT_COPIED)
+        fault = ast.unparse(ast.fix_missing_locations(tree))
+        (course / path.relative_to(REPO)).write_text(fault, encoding="utf-8")
+        code = run(course, [test for _, test in tests], ENOUGH_S, "-x")
+    return VERDICTS.get(code, f"more than {ENOUGH_S} s"), place, how
 
 
 def main() -> None:
@@ -158,31 +154,22 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", default=["tests"])
     options = parser.parse_args()
     print(f"{options.n} mutants, seed {options.seed}", flush=True)
-    files = [path for part in SOURCES for path in sorted((REPO / "labutils").glob(f"{part}.py"))]
     points = []
-    for path in [path for path in files if options.only in str(path.relative_to(REPO))]:
-        nodes = nodes_of(ast.parse(path.read_text(encoding="utf-8")))
-        points += [(path, index) for index, node in enumerate(nodes) if change(node)]
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        courses: queue.Queue[Path] = queue.Queue()
-        for name in ("first", "second"):
-            course = Path(folder) / name
-            shutil.copytree(
-                REPO, course, ignore=shutil.ignore_patterns(".venv", "runs", "*cache*", ".git")
-            )
-            courses.put(course)
-        run(course, options.tests, 3600, "-p", "tests.mutants")
-        tests_of = defaultdict(list)
-        for test, (seconds, functions) in json.loads((course / "map").read_text()).items():
-            for place in {*functions, *(name.partition(":")[0] for name in functions)}:
-                tests_of[place].append((seconds, test))
-        drawn = random.Random(options.seed).sample(points, options.n)
-        verdicts = []
-        with ThreadPoolExecutor(2) as pool:
-            for row in pool.map(lambda point: judge(point, courses, tests_of), drawn):
-                print(*row, sep="  ", flush=True)
-                verdicts.append(row[0])
-    print(dict(Counter(verdicts)))
+    for part in SOURCES:
+        for path in sorted((REPO / "labutils").glob(f"{part}.py")):
+            nodes = list(nodes_of(ast.parse(path.read_text(encoding="utf-8"))))
+            points += [(path, i) for i, (node, _) in enumerate(nodes) if change(node)]
+    points = [point for point in points if options.only in point[0].as_posix()]
+    tests_of = functions_of(options.tests)
+    if not tests_of:
+        raise SystemExit("no test passes")
+    drawn = random.Random(options.seed).sample(points, options.n)
+    verdicts = Counter()
+    with ThreadPoolExecutor(2) as pool:
+        for row in pool.map(partial(judge, tests_of), drawn):
+            print(*row, sep="  ", flush=True)
+            verdicts[row[0]] += 1
+    print(dict(verdicts))
 
 
 if __name__ == "__main__":
