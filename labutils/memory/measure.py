@@ -61,7 +61,8 @@ def measure_step(
     step is skipped, and temporaries of the optimizer are missed.
 
     On a CPU every byte has a category. CUDA's allocator only tells totals: at the peak of backward,
-    activations and temporaries are one category. The gradients of an `OptimizerInBackward` do not outlive backward: on a CPU they are temporaries.
+    activations and temporaries are one category. The gradients of an `OptimizerInBackward` do not
+    outlive backward: on a CPU they are temporaries.
     Raises ValueError if the optimizer makes its state in this step, which gives it another peak.
     """
     device = next(model.parameters()).device
@@ -196,15 +197,6 @@ def _trace_events(profile: torch.profiler.profile) -> list[dict]:
     return sorted(events, key=lambda event: event["ts"])
 
 
-def peak_above_start(profile: torch.profiler.profile) -> int:
-    """Return how far the bytes in CPU tensors rose above those at the start of a profile.
-
-    The profile needs `profile_memory=True`.
-    """
-    events = [event for event in _trace_events(profile) if event["name"] == ALLOCATION]
-    return max(accumulate((event["args"]["Bytes"] for event in events), initial=0))
-
-
 @dataclass
 class Peak:
     """Filled when the block of `peak_allocated` has ended."""
@@ -231,7 +223,8 @@ def peak_allocated(device: torch.device) -> Iterator[Peak]:
     before = allocated_bytes(device)
     with allocation_profile() as profile:
         yield peak
-    peak.n_bytes = before + peak_above_start(profile)
+    changes = [event["args"]["Bytes"] for event in _trace_events(profile)]  # no marks are set here
+    peak.n_bytes = max(accumulate(changes, initial=before))
 
 
 # ---- CUDA
@@ -253,7 +246,7 @@ class CudaRecorder:
         self.workspaces = cublas_bytes()
         self.phases: dict[str, dict[str, int]] = {}
         self.phase = AFTER
-        self.activations = 0
+        self.activations = 0  # known in the loss phase alone: what is alive when it begins
         # What other code in this process has allocated.
         self.others = torch.cuda.memory_allocated() - sum(self._known().values())
 
@@ -274,8 +267,7 @@ class CudaRecorder:
         self._look()  # at the end of the phase before
         if phase == AFTER:
             return
-        if phase == "forward":
-            self.activations = 0
+        self.activations = 0
         if phase == "loss":
             known = sum(self._known().values())
             self.activations = torch.cuda.memory_allocated() - self.others - known
@@ -289,14 +281,12 @@ class CudaRecorder:
             return
         parts = dict.fromkeys(self.CATEGORIES, 0) | self._known()
         rest = torch.cuda.max_memory_allocated() - self.others - sum(parts.values())
-        if self.phase == "loss":
-            parts[ACTIVATIONS] = self.activations
-            rest -= self.activations
         parts[REST_OF.get(self.phase, TEMPORARIES)] = rest
         _keep_peak(self.phases, self.phase, parts)
 
     def _known(self) -> dict[str, int]:
-        return _standing_bytes(self.model, self.optimizer) | {WORKSPACES: self.workspaces}
+        known = {WORKSPACES: self.workspaces, ACTIVATIONS: self.activations}
+        return _standing_bytes(self.model, self.optimizer) | known
 
     def report(self) -> MemoryLedger:
         return MemoryLedger(

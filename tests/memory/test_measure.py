@@ -65,19 +65,12 @@ def test_gradients_stay_alive_between_micro_batches():
     assert two.phases["forward"][ACTIVATIONS] == pytest.approx(activations, abs=64)
 
 
-def test_timeline_reaches_each_phases_peak_in_order():
-    """Also a second time: a hook that the first has left behind would begin phases of its own."""
+def test_a_second_measurement_finds_what_the_first_did():
+    """A hook that the first has left behind would begin phases of its own."""
     model = chain()
-    first, ledger = measured(model, 2), measured(model, 2)
-    assert ledger.peak_bytes == first.peak_bytes
-    names = [phase for phase, _ in ledger.timeline]
-    assert names == ["forward", "loss", "backward"] * 2 + ["optimizer"]
-    positions, peaks = [], dict.fromkeys(names, 0)
-    for phase, points in ledger.timeline:
-        positions += [point[0] for point in points]
-        peaks[phase] = max(peaks[phase], *(sum(point[1:]) for point in points))
-    assert positions == sorted(positions)
-    assert peaks == {phase: sum(parts.values()) for phase, parts in ledger.phases.items()}
+    first, second = measured(model, 2), measured(model, 2)
+    assert second == first
+    assert list(second.phases) == ["forward", "loss", "backward", "optimizer"]
 
 
 def test_autocast_keeps_parameters_gradients_and_moments_in_float32():
