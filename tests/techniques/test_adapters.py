@@ -22,12 +22,6 @@ from labutils.techniques.adapters import (
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 
 
-def with_adapters() -> nn.Module:
-    net = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Tanh(), nn.Linear(256, 64, bias=False))
-    add_lora(net, ["0", "2"], 4)
-    return net
-
-
 def sum_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum()
 
@@ -64,7 +58,8 @@ def test_what_cannot_be_replaced_is_refused():
 
 
 def test_the_predicted_bytes_of_adapters_are_measured():
-    net = with_adapters()
+    net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    add_lora(net, ["0", "2"], 4)
     predicted = lab.predict_module(net, X, sum_of, adamw, device="cpu")
     optimizer = adamw(net.parameters())
     sum_of(net, X).backward()
