@@ -13,7 +13,6 @@ import torch
 
 import labutils as lab
 from benchmarks.allocator_table import Trials
-from labutils.cli import main
 from labutils.config.choices import CHECKPOINTING
 from labutils.machine import card_of
 from labutils.memory.ledger import MemoryLedger
@@ -23,7 +22,7 @@ from labutils.prediction.allocator import CachingAllocator, Settings
 from labutils.prediction.memory import replayed, smallest_limit
 from labutils.techniques import precision
 from labutils.techniques.adapters import add_lora
-from labutils.training.runs import RunRecord, load_record
+from labutils.training.runs import RunRecord
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import REPO, predicted_on
@@ -79,9 +78,6 @@ def test_each_supported_precision_trains_on_cuda_and_agrees_with_float32(name, r
     assert losses[-1] < losses[0]
     assert record.memory.method.startswith("CUDA")
     assert record.memory.reserved_bytes >= record.memory.peak_bytes
-    assert all(ms > 0 for ms in record.series.step_ms)
-    assert record.environment["driver"] != "unknown"
-    assert load_record(record.id) == record
     # bfloat16 keeps 8 bits of mantissa: a relative 2⁻⁸ per product, averaged over many
     assert losses == pytest.approx(run("fp32", dropout=0.0).series.loss, rel=0.01)
 
@@ -98,7 +94,6 @@ def test_tf32_rounds_products_and_is_put_back():
 
 
 def test_measured_categories_are_exact_on_cuda():
-    before = torch.cuda.memory_allocated()
     model, batch = nano()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     report = measured_after_a_step(model, batch, lab.lm_loss_sum, optimizer)
@@ -110,16 +105,17 @@ def test_measured_categories_are_exact_on_cuda():
     assert together["activations and temporaries"] > 0  # of which no part is known
     assert together["activations"] == together["logits and loss"] == together["temporaries"] == 0
     assert min(n for phase in report.phases.values() for n in phase.values()) >= 0
-    assert report.peak_bytes + before >= torch.cuda.memory_allocated()
 
 
-SHAPES, SOME_SHAPES = [(1, 128), (4, 128), (4, 512), (4, 1024), (16, 1024)], [(1, 128), (4, 1024)]
 LEDGER_CASES = [
-    *product(["gpt2"], ["fp32", "bf16", "fp16"], ["none"], SHAPES),
-    *product(["gpt2"], ["bf16"], ["block"], SHAPES),
+    *product(
+        ["gpt2"],
+        ["fp32", "bf16", "fp16"],
+        ["none", "block"],
+        [(1, 128), (4, 128), (4, 512), (16, 1024)],
+    ),
     *product(["gpt2"], ["fp32", "bf16"], POLICIES, [(4, 1024)]),
-    *product(["gpt2-medium"], ["fp32", "bf16"], ["none"], SOME_SHAPES),
-    *product(["gpt2-medium"], ["bf16"], ["block"], SOME_SHAPES),
+    *product(["gpt2-medium"], ["bf16"], ["none", "block"], [(1, 128), (4, 1024)]),
 ]
 
 
@@ -207,13 +203,9 @@ LEAN = {"optimizer": "adamw_8bit", "optimizer_in_backward": True, "max_grad_norm
 @pytest.mark.parametrize("changes", [{}, BLOCK, BLOCK | LEAN | {"loss_chunk_tokens": 512}], ids=str)
 @pytest.mark.parametrize("expandable", [False, True])
 def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
-    """Three steps from an empty allocator; then under the smallest cap, and under one that is too
-    small.
+    """Three steps from an empty allocator (else `Trials` raises RuntimeError); then under the
+    smallest cap, and under one that is too small.
     """
-    torch._C._cuda_clearCublasWorkspaces()
-    lab.free_memory()
-    if torch.cuda.memory_reserved():
-        pytest.skip("something is alive on this card")
     changes = {"micro_batch_size": 1, "tokens_per_step": 1024} | changes
     config = lab.load_config("fp32", **changes, expandable_segments=expandable).on("cuda")
     requests = predicted_on("this", config).requests
@@ -310,7 +302,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
     plain runs' spread.
     """
     need(name)
-    ids = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0)).to(CUDA)
+    batch = lab.to_device(nano()[1], CUDA)
 
     def gradient(policy: str, attention: str) -> torch.Tensor:
         model = lab.build_model(
@@ -318,7 +310,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
         ).to(CUDA)
         torch.manual_seed(1)
         with lab.autocast(name, CUDA):
-            loss = lab.lm_loss_sum(model, {"input_ids": ids, "labels": ids})
+            loss = lab.lm_loss_sum(model, batch)
         loss.backward()
         return lab.flat_gradient(model)
 
@@ -357,21 +349,6 @@ def test_a_real_snapshot_is_read_and_agrees_with_the_allocators_peak(tmp_path):
     assert any("torch.zeros(2**20, device=CUDA)" in line for line in snapshot.at_end())
 
 
-def test_a_cell_without_memory_gives_a_short_answer_on_cuda(capsys):
-    InteractiveShell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
-    shell = InteractiveShell.instance()
-    lab.setup()
-    lab.free_memory()
-    before = torch.cuda.memory_allocated()
-    body = "kept = torch.zeros(2**20, device='cuda'); torch.empty(2**50, device='cuda')"
-    shell.run_cell(f"import torch\ndef f():\n    {body}")
-    result = shell.run_cell("f()")
-    InteractiveShell.clear_instance()
-    assert isinstance(result.error_in_exec, torch.OutOfMemoryError)
-    assert "Out of memory: asked for" in capsys.readouterr().out
-    assert torch.cuda.memory_allocated() == before
-
-
 def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     """Only that it runs and is kept: how near it comes is seen on a card."""
     monkeypatch.setattr(calibrate, "SIDE", 512)
@@ -381,6 +358,4 @@ def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     assert min(*speed.reached.values(), speed.gb_per_s, speed.rows, *speed.flash) > 0
     monkeypatch.setattr(calibrate, "measure_gpu", lambda device: pytest.fail("measured again"))
     assert calibrate.rates_of(CUDA) == speed
-    ledger = lab.predict_time(lab.load_config("fp32", **SMALL), CUDA)
-    assert ledger.step_ms > 0
-    assert main(["predict", "fp32", "--device", "this"]) == 0
+    assert lab.predict_time(lab.load_config("fp32", **SMALL), CUDA).step_ms > 0
