@@ -28,7 +28,6 @@ from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import REPO, predicted_on
 
 pytestmark = pytest.mark.gpu
-card = pytest.mark.gpu_card  # with the reason beside it; never on a test of memory
 CUDA = torch.device("cuda")
 POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]
 SMALL = {
@@ -327,7 +326,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
         assert (gradient(policy, "auto") - plain).norm() <= spread, policy
 
 
-@card  # compiled kernels compute the losses
+@pytest.mark.gpu_card  # compiled kernels compute the losses
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
     eager, compiled = (run("optimized", compile=how) for how in ("off", mode))
