@@ -75,7 +75,6 @@ def test_each_supported_precision_trains_on_cuda_and_agrees_with_float32(name, r
     losses = record.series.loss
     assert record.outcome == "completed"
     assert losses[-1] < losses[0]
-    assert record.memory.method.startswith("CUDA")
     assert record.memory.reserved_bytes >= record.memory.peak_bytes
     # bfloat16 keeps 8 bits of mantissa: a relative 2⁻⁸ per product, averaged over many
     assert losses == pytest.approx(run("fp32", dropout=0.0).series.loss, rel=0.01)

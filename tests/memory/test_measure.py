@@ -33,9 +33,9 @@ def measured(model: nn.Module, n_micro_batches: int = 1):
     def loss_fn(model, batch):
         return model(batch).sum()
 
-    step = [BATCH] * n_micro_batches, loss_fn, optimizer
+    batches = [BATCH] * n_micro_batches
     with without_onednn():
-        return lab.measure_step(model, *step, count_targets=len)
+        return lab.measure_step(model, batches, loss_fn, optimizer, count_targets=len)
 
 
 def test_standing_bytes_are_exact_and_the_forward_peak_is_what_arithmetic_says(capfd):
