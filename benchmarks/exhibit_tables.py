@@ -34,7 +34,7 @@ from labutils.prediction.memory import Prediction, predicted, segments_of
 from labutils.prediction.time import PRODUCTS, Clock, predict_time
 from labutils.techniques import precision
 from labutils.techniques.loss import count_targets, lm_loss_sum
-from labutils.techniques.numerics import FP16, fp16_fate
+from labutils.techniques.numerics import FP16
 from labutils.training.gradients import window_gradient
 from labutils.training.train import train
 from labutils.workload.build import build_optimizer, float32_model
@@ -296,7 +296,8 @@ def name_of(dtype: torch.dtype) -> str:
 # Where a new part of an octave [2^e, 2^(e+1)) begins, as a multiple of 2^e: behind its first
 # number, where rounding goes up to the smallest normal number, and where it goes beyond the
 # largest. Multiplied by any power of two, all numbers of one part become the same kind of FP16.
-OCTAVE_PARTS = (1.0, 2 - FP16.eps, 2 - FP16.eps / 2)
+EPS = FP16.spacing(1.0)
+OCTAVE_PARTS = (1.0, 2 - EPS, 2 - EPS / 2)
 
 
 def counted(values: torch.Tensor) -> list[list[int]]:
@@ -313,6 +314,24 @@ def counted(values: torch.Tensor) -> list[list[int]]:
     for e in exponent.unique().tolist():
         rows.append([e - 1, *torch.bincount(part[exponent == e], minlength=4).tolist()])
     return rows
+
+
+def fp16_fate(values: torch.Tensor, scale: float = 1.0) -> dict[str, float]:
+    """Return which share of the non-zero `values`, multiplied by `scale`, FP16 keeps: the four
+    shares sum to 1.
+
+    "zero": lost; "subnormal": kept with fewer bits; "normal"; "inf": overflow.
+    """
+    scaled = values.detach().flatten().double().abs().cpu() * scale
+    scaled = scaled[scaled > 0]
+    stored = scaled.to(torch.float16)
+    shares = {
+        "zero": stored == 0,
+        "subnormal": (stored > 0) & (stored < FP16.min_normal),
+        "normal": (stored >= FP16.min_normal) & stored.isfinite(),
+        "inf": stored.isinf(),
+    }
+    return {name: mask.double().mean().item() for name, mask in shares.items()}
 
 
 def trained(seq_len: int, size: int, rate: float, steps: int) -> tuple[torch.nn.Module, list]:

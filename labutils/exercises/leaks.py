@@ -26,9 +26,7 @@ def try_training(training: Training) -> tuple[Any, list[int], nn.Linear]:
     *batches, held_out = [(torch.randn(ROWS, 16), torch.randn(ROWS, 1)) for _ in range(N_STEPS + 1)]
     floors = []
     with snapshot.record() as recorded:
-        optimizer.register_step_post_hook(
-            lambda *_: floors.append(sum(n_bytes for _, n_bytes, _ in recorded.events))
-        )
+        optimizer.register_step_post_hook(lambda *_: floors.append(recorded.alive_bytes))
         result = training(model, batches, held_out, optimizer)
     return result, floors, model[0]
 

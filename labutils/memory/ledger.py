@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 MIB = 2**20
@@ -80,22 +77,3 @@ WORKSPACES, ROUNDING = (
     "rounding up",
 )
 CATEGORY_OF_PHASE = {"forward": ACTIVATIONS, "loss": LOGITS}
-TIMELINE_POINTS = 400
-
-
-def downsample_timeline(
-    segments: Sequence[tuple[str, np.ndarray, np.ndarray]],
-) -> list[tuple[str, list[list[int]]]]:
-    """Return a ledger's timeline from (phase, positions (n,), bytes by category (n, categories)) of
-    each phase.
-
-    Of long phases a few hundred points stay, the peak among them.
-    """
-    timeline = []
-    for phase, at, alive in segments:
-        n = min(len(at), max(4, TIMELINE_POINTS // len(segments)))
-        evenly = np.linspace(0, len(at) - 1, n).round().astype(int)
-        rows = np.union1d(evenly, alive.sum(axis=1).argmax())
-        points = np.column_stack([at, alive])[rows]
-        timeline.append((phase, points.round().astype(int).tolist()))
-    return timeline

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -34,7 +33,6 @@ from labutils.memory.ledger import (
     TEMPORARIES,
     WORKSPACES,
     MemoryLedger,
-    downsample_timeline,
 )
 from labutils.memory.tensors import on_loss_begin, optimizer_tensors, tensor_bytes
 from labutils.techniques.loss import count_targets
@@ -62,9 +60,9 @@ def measure_step(
     Without the training's `scaler` fp16 gets a new one. Its first scale may be too large: then the
     step is skipped, and temporaries of the optimizer are missed.
 
-    On a CPU every byte has a category, and the ledger has a timeline. CUDA's allocator only tells
-    totals: at the peak of backward, activations and temporaries are one category. The gradients
-    of an `OptimizerInBackward` do not outlive backward: on a CPU they are temporaries.
+    On a CPU every byte has a category. CUDA's allocator only tells totals: at the peak of backward,
+    activations and temporaries are one category. The gradients of an `OptimizerInBackward` do not
+    outlive backward: on a CPU they are temporaries.
     Raises ValueError if the optimizer makes its state in this step, which gives it another peak.
     """
     device = next(model.parameters()).device
@@ -109,6 +107,12 @@ def _standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 AFTER = "clear"  # the step is over, and its gradients are still there: no phase of the ledger
 
 
+def _keep_peak(phases: dict[str, dict[str, int]], phase: str, categories: dict[str, int]) -> None:
+    """Keep the bytes by category if there are more of them than at the phase's peak so far."""
+    if sum(categories.values()) > sum(phases.get(phase, {}).values()):
+        phases[phase] = dict(categories)
+
+
 # ---- A CPU
 
 PHASE = "phase: "  # begins the names of the marks that we set in a profile
@@ -142,44 +146,28 @@ class CpuRecorder:
 
     def report(self) -> MemoryLedger:
         events = _trace_events(self.profile)
-        marks = [i for i, event in enumerate(events) if event["name"] != ALLOCATION]
-        alive = self._alive(events)
-        phases: dict[str, dict[str, int]] = {}
-        segments = []
-        for start, end in pairwise(marks):
-            phase = events[start]["name"].removeprefix(PHASE)
-            segment = alive[start:end]
-            # a position counts allocations and frees: without the marks
-            segments.append((phase, np.arange(start, end) - len(segments), segment))
-            peak = segment[segment.sum(axis=1).argmax()]
-            if peak.sum() > sum(phases.get(phase, {}).values()):
-                phases[phase] = dict(zip(self.CATEGORIES, peak.tolist(), strict=True))
-        method = "CPU allocator events (torch.profiler)"
-        return MemoryLedger(phases=phases, method=method, timeline=downsample_timeline(segments))
-
-    def _alive(self, events: list[dict]) -> np.ndarray:
-        """Return the bytes alive after each event, `(events, categories)`."""
-        last_birth = {}
+        last_birth = {}  # by address
         for i, event in enumerate(events):
             if event["name"] == ALLOCATION and event["args"]["Bytes"] > 0:
                 last_birth[event["args"]["Addr"]] = i
         gradients = {last_birth.get(address) for address in self.gradients}
-        changes = np.zeros((len(events), len(self.CATEGORIES)), dtype=np.int64)
-        column_at: dict[int, int] = {}  # by address: of the category of what lives there
-        phase = ""
+        alive = dict.fromkeys(self.CATEGORIES, 0) | self.standing
+        category_at: dict[int, str] = {}  # by address: of what lives there
+        phases: dict[str, dict[str, int]] = {}
+        phase = AFTER  # what is allocated before the first mark belongs to no phase either
         for i, event in enumerate(events):
-            if event["name"] != ALLOCATION:
+            if event["name"] == ALLOCATION:
+                address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+                if n_bytes > 0:
+                    category = CATEGORY_OF_PHASE.get(phase, TEMPORARIES)
+                    category_at[address] = GRADIENTS if i in gradients else category
+                if address in category_at:  # else it was there before, and is in no category
+                    alive[category_at[address]] += n_bytes
+            else:
                 phase = event["name"].removeprefix(PHASE)
-                continue
-            address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
-            if n_bytes > 0:
-                category = CATEGORY_OF_PHASE.get(phase, TEMPORARIES)
-                category = GRADIENTS if i in gradients else category
-                column_at[address] = self.CATEGORIES.index(category)
-            if address in column_at:  # else it was there before, and is in no category
-                changes[i, column_at[address]] = n_bytes
-        standing = [self.standing.get(category, 0) for category in self.CATEGORIES]
-        return standing + changes.cumsum(axis=0)
+            if phase != AFTER:
+                _keep_peak(phases, phase, alive)
+        return MemoryLedger(phases=phases, method="CPU allocator events (torch.profiler)")
 
 
 @contextmanager
@@ -209,15 +197,6 @@ def _trace_events(profile: torch.profiler.profile) -> list[dict]:
     return sorted(events, key=lambda event: event["ts"])
 
 
-def peak_above_start(profile: torch.profiler.profile) -> int:
-    """Return how far the bytes in CPU tensors rose above those at the start of a profile.
-
-    The profile needs `profile_memory=True`.
-    """
-    events = [event for event in _trace_events(profile) if event["name"] == ALLOCATION]
-    return max(accumulate((event["args"]["Bytes"] for event in events), initial=0))
-
-
 @dataclass
 class Peak:
     """Filled when the block of `peak_allocated` has ended."""
@@ -244,7 +223,8 @@ def peak_allocated(device: torch.device) -> Iterator[Peak]:
     before = allocated_bytes(device)
     with allocation_profile() as profile:
         yield peak
-    peak.n_bytes = before + peak_above_start(profile)
+    changes = [event["args"]["Bytes"] for event in _trace_events(profile)]  # no marks are set here
+    peak.n_bytes = max(accumulate(changes, initial=before))
 
 
 # ---- CUDA
@@ -265,8 +245,8 @@ class CudaRecorder:
         self.model, self.optimizer = model, optimizer
         self.workspaces = cublas_bytes()
         self.phases: dict[str, dict[str, int]] = {}
-        self.segments: list[tuple[str, list, list]] = []
-        self.n_looks = self.activations = 0
+        self.phase = AFTER
+        self.activations = 0  # known in the loss phase alone: what is alive when it begins
         # What other code in this process has allocated.
         self.others = torch.cuda.memory_allocated() - sum(self._known().values())
 
@@ -284,46 +264,33 @@ class CudaRecorder:
 
     def begin(self, phase: str) -> None:
         torch.cuda.synchronize()
-        if self.segments:
-            self._look()  # at the end of the phase before
+        self._look()  # at the end of the phase before
         if phase == AFTER:
             return
-        if phase == "forward":
-            self.activations = 0
+        self.activations = 0
         if phase == "loss":
             known = sum(self._known().values())
             self.activations = torch.cuda.memory_allocated() - self.others - known
         torch.cuda.reset_peak_memory_stats()
-        self.segments.append((phase, [], []))
+        self.phase = phase
         self._look()
 
     def _look(self, *_: Any) -> None:
-        """Note what is allocated; keep the categories if the peak has grown since the last look."""
-        phase, at, alive = self.segments[-1]
-        at.append(self.n_looks)
-        alive.append(list(self._categories(phase, torch.cuda.memory_allocated()).values()))
-        self.n_looks += 1
-        peak = self._categories(phase, torch.cuda.max_memory_allocated())
-        if sum(peak.values()) > sum(self.phases.get(phase, {}).values()):
-            self.phases[phase] = peak
-
-    def _categories(self, phase: str, allocated: int) -> dict[str, int]:
+        """Keep the categories if the peak has grown since the last look."""
+        if self.phase == AFTER:
+            return
         parts = dict.fromkeys(self.CATEGORIES, 0) | self._known()
-        rest = allocated - self.others - sum(parts.values())
-        if phase == "loss":
-            parts[ACTIVATIONS] = self.activations
-            rest -= self.activations
-        parts[REST_OF.get(phase, TEMPORARIES)] = rest
-        return parts
+        rest = torch.cuda.max_memory_allocated() - self.others - sum(parts.values())
+        parts[REST_OF.get(self.phase, TEMPORARIES)] = rest
+        _keep_peak(self.phases, self.phase, parts)
 
     def _known(self) -> dict[str, int]:
-        return _standing_bytes(self.model, self.optimizer) | {WORKSPACES: self.workspaces}
+        known = {WORKSPACES: self.workspaces, ACTIVATIONS: self.activations}
+        return _standing_bytes(self.model, self.optimizer) | known
 
     def report(self) -> MemoryLedger:
-        segments = [(phase, np.array(at), np.array(alive)) for phase, at, alive in self.segments]
         return MemoryLedger(
             phases=self.phases,
             method="CUDA allocator statistics (max_memory_allocated)",
             reserved_bytes=torch.cuda.max_memory_reserved(),
-            timeline=downsample_timeline(segments),
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import pickle
+import re
 import sysconfig
 import traceback
 import weakref
@@ -26,7 +27,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # private: tensors in any nest of containers
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
+# of any machine, and in a recording that has been slimmed
+TORCH = re.compile(r"(^|[/\\](site|dist)-packages[/\\])torch[/\\]")
 PYTHON = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # they are inside PYTHON
 NO_LINE = "no line of Python: another thread, backward on a GPU for one"
@@ -36,22 +38,22 @@ Event = Mapping[str, Any]  # of `device_traces` in `torch.cuda.memory._dump_snap
 
 @dataclass
 class Snapshot:
-    """A history: `events[i]` is (allocation, bytes, line); bytes are negative where it is freed.
+    """A history: `events[i]` is (bytes, line); bytes are negative where they are freed.
 
     `lines` are the lines that allocated, as "function: source". Each is the innermost line that is
     neither torch's nor Python's.
     """
 
     method: str
-    events: list[tuple[int, int, int]] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     alive_bytes: int = 0
 
-    def add(self, allocation: int, n_bytes: int, line: str) -> None:
+    def add(self, n_bytes: int, line: str) -> None:
         """Note that a line allocated memory, or, with negative bytes, that this memory is free."""
         if line not in self.lines:
             self.lines.append(line)
-        self.events.append((allocation, n_bytes, self.lines.index(line)))
+        self.events.append((n_bytes, self.lines.index(line)))
         self.alive_bytes += n_bytes
 
     def alive(self) -> np.ndarray:
@@ -60,8 +62,8 @@ class Snapshot:
         What was there before the recording is not counted.
         """
         changes = np.zeros((len(self.events), len(self.lines)), dtype=np.int64)
-        for i, (_, n_bytes, line) in enumerate(self.events):
-            changes[i, line] += n_bytes
+        for i, (n_bytes, line) in enumerate(self.events):
+            changes[i, line] = n_bytes
         return changes.cumsum(axis=0)
 
     def at_peak(self) -> dict[str, int]:
@@ -93,10 +95,10 @@ def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
         if event["action"] == "alloc":
             frames = [(f["filename"], f["line"], f["name"]) for f in event.get("frames", [])]
             alive[event["addr"]] = event["size"], _own_line(frames)
-            snapshot.add(event["addr"], *alive[event["addr"]])
+            snapshot.add(*alive[event["addr"]])
         elif event["action"] == "free_completed" and event["addr"] in alive:
             n_bytes, line = alive.pop(event["addr"])  # else it was there before the recording
-            snapshot.add(event["addr"], -n_bytes, line)
+            snapshot.add(-n_bytes, line)
     return snapshot
 
 
@@ -128,9 +130,7 @@ def _own_line(frames: Iterable[tuple[str, int, str]]) -> str:
 def _is_own(file: str) -> bool:
     if file.startswith(PYTHON) and not file.startswith(PACKAGES):
         return False
-    if "/site-packages/torch/" in file.replace(os.sep, "/"):  # of another machine
-        return False
-    return not file.startswith((TORCH, "torch/", "<frozen", "<string>"))
+    return not (TORCH.search(file) or file.startswith(("<frozen", "<string>")))
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
@@ -146,8 +146,12 @@ def record(limit_bytes: int = 0) -> Iterator[Snapshot]:
     `limit_bytes` emulates a small memory: the operation after which more is alive raises
     `torch.OutOfMemoryError`. Never time what is recorded.
     """
-    with _AllocationRecorder(limit_bytes) as recorder:
-        yield recorder.snapshot
+    recorder = _AllocationRecorder(limit_bytes)
+    try:
+        with recorder:
+            yield recorder.snapshot
+    finally:
+        recorder.alive.clear()  # what dies later is no longer noted
 
 
 class _AllocationRecorder(TorchDispatchMode):
@@ -182,15 +186,10 @@ class _AllocationRecorder(TorchDispatchMode):
             return
         stack = traceback.extract_stack()[:-2]  # without this method and __torch_dispatch__
         line = _own_line((f.filename, f.lineno, f.name) for f in reversed(stack))
-        allocation = len(self.snapshot.events)  # a number of its own
-        self.snapshot.add(allocation, n_bytes, line)
+        self.snapshot.add(n_bytes, line)
 
         def end(_: weakref.ref) -> None:
             del self.alive[key]
-            self.snapshot.add(allocation, -n_bytes, line)
+            self.snapshot.add(-n_bytes, line)
 
         self.alive[key] = weakref.ref(storage, end)
-
-    def __exit__(self, *problem: Any) -> None:
-        super().__exit__(*problem)
-        self.alive.clear()  # what dies later is no longer noted

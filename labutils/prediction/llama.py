@@ -14,7 +14,7 @@ from labutils.prediction.allocator import DEFAULT
 from labutils.prediction.memory import ledger_of
 from labutils.prediction.trace import traced_module
 from labutils.techniques import precision as precisions
-from labutils.techniques.adapters import add_lora, trained, use_four_bits
+from labutils.techniques.adapters import add_lora, use_four_bits
 from labutils.techniques.optimizers import LowBitAdamW
 
 FROZEN = ("none", "lora", "qlora")
@@ -99,7 +99,7 @@ def traced_ledger(
     has_fused = OPTIMIZERS[optimizer].has_implementations
 
     def updates(parameters: Any) -> torch.optim.Optimizer:
-        chosen = trained(parameters)
+        chosen = [p for p in parameters if p.requires_grad]
         return torch.optim.AdamW(chosen, fused=True) if has_fused else LowBitAdamW(chosen)
 
     card = machine.card_of(device)

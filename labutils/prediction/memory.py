@@ -24,7 +24,7 @@ from labutils import machine
 from labutils.config.card import CONTEXT_GIB, Card
 from labutils.config.schema import Config, resolve
 from labutils.memory.device_memory import without_expandable_segments
-from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger, downsample_timeline
+from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger
 from labutils.prediction.allocator import (
     DEFAULT,
     EXPANDABLE,
@@ -59,6 +59,7 @@ ALLOWANCE = 1.1
 # as all
 STEPS = 3
 REPEATED_MICRO_BATCHES = 4  # so many are replayed of a step that has more
+TIMELINE_POINTS = 400
 # of the smallest limit: so far apart may the largest that fails and the smallest that does not be
 FINENESS = 0.002
 Request = tuple[Storage, bool]  # it is asked for, or given back
@@ -262,14 +263,20 @@ def ledger_of(trace: Trace, method: str, settings: Settings | None) -> MemoryLed
             moments.append((segment.phase, n_operations, [now[name] for name in categories]))
     phases: dict[str, dict[str, int]] = {}
     timeline = []
-    for phase, part in itertools.groupby(moments, key=operator.itemgetter(0)):
+    by_phase = itertools.groupby(moments, key=operator.itemgetter(0))
+    parts = [(phase, list(part)) for phase, part in by_phase]
+    n_points = max(4, TIMELINE_POINTS // len(parts))
+    for phase, part in parts:
         _, positions, rows = zip(*part, strict=True)
         alive = np.array(rows)
-        timeline.append((phase, np.array(positions), alive))
-        peak = alive[alive.sum(axis=1).argmax()]
+        at_peak = alive.sum(axis=1).argmax()
+        # of a long phase a few points are enough, the peak among them
+        shown = np.union1d(np.linspace(0, len(rows) - 1, n_points).round().astype(int), at_peak)
+        timeline.append((phase, np.column_stack([positions, alive])[shown].tolist()))
+        peak = alive[at_peak]
         if peak.sum() > sum(phases.get(phase, {}).values()):
             phases[phase] = dict(zip(categories, peak.tolist(), strict=True))
-    return MemoryLedger(phases=phases, method=method, timeline=downsample_timeline(timeline))
+    return MemoryLedger(phases=phases, method=method, timeline=timeline)
 
 
 # ---- What the allocator makes of them

@@ -6,8 +6,7 @@ Plain torch, for teaching and for tracing; the library `bitsandbytes` has kernel
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -22,51 +21,56 @@ NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.722
 class WithLora(nn.Module):
     """A frozen layer, plus twice the product of two trained matrices of a rank and a dtype.
 
-    `layer` is GPT-2's `Conv1D`, an `nn.Linear`, or a `FourBitLinear`.
+    `layer` is an `nn.Linear` or a `FourBitLinear`.
     """
 
-    def __init__(self, layer: nn.Module, rank: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, layer: nn.Module, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.scale = 2.0  # alpha / rank, with an alpha of twice the rank
-        if hasattr(layer, "nx"):  # transformers' Conv1D
-            n_in, n_out = layer.nx, layer.nf
-        else:
-            n_in, n_out = layer.in_features, layer.out_features
-        self.lora_a = nn.Parameter(torch.empty(rank, n_in, dtype=dtype))
-        self.lora_b = nn.Parameter(torch.zeros(n_out, rank, dtype=dtype))
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))  # as peft does
+        self.layer = layer
+        self.lora_a = nn.Linear(layer.in_features, rank, bias=False, dtype=dtype)
+        self.lora_b = nn.Linear(rank, layer.out_features, bias=False, dtype=dtype)
+        nn.init.zeros_(self.lora_b.weight)  # no effect at first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scale
+        # alpha / rank is 2.0, with an alpha of twice the rank
+        return self.layer(x) + self.lora_b(self.lora_a(x)) * 2.0
 
 
 def add_lora(
     model: nn.Module, names: Collection[str], rank: int, dtype: torch.dtype = torch.float32
-) -> nn.Module:
-    """Freeze `model`, and wrap each layer whose own name is in `names`; return the model.
+) -> None:
+    """Freeze `model`, and wrap each layer whose own name is in `names`.
 
     `dtype` is that of the matrices. Raises ValueError if no layer has such a name.
     """
     model.requires_grad_(False)
-    for parent, name in _places(model, names):
-        setattr(parent, name, WithLora(getattr(parent, name), rank, dtype))
-    return model
+    _replace(model, names, lambda layer: WithLora(layer, rank, dtype))
 
 
-def trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those of some parameters that are not frozen."""
-    return [p for p in parameters if p.requires_grad]
+def use_four_bits(model: nn.Module, names: Collection[str]) -> None:
+    """Replace each `nn.Linear` whose own name is in `names`.
+
+    Raises TypeError for one with a bias: it would be lost. Raises ValueError if no layer has such a
+    name.
+    """
+
+    def four_bits(layer: nn.Linear) -> FourBitLinear:
+        if layer.bias is not None:
+            raise TypeError(f"a layer has a bias, which would be lost: {layer}")
+        return FourBitLinear(layer.weight)
+
+    _replace(model, names, four_bits)
 
 
-def _places(model: nn.Module, names: Collection[str]) -> list[tuple[nn.Module, str]]:
-    """Return (parent, name) of each layer whose own name is in `names`."""
-    places = []
-    for parent in model.modules():
-        places += [(parent, name) for name, _ in parent.named_children() if name in names]
-    if not places:
+def _replace(
+    model: nn.Module, names: Collection[str], make: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Put `make(layer)` in the place of each layer whose own name is in `names`."""
+    paths = [path for path, _ in model.named_modules() if path.split(".")[-1] in names]
+    if not paths:
         raise ValueError(f"no layer is called {' or '.join(names)}")
-    return places
+    for path in paths:
+        model.set_submodule(path, make(model.get_submodule(path)))
 
 
 def quantize(weight: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,16 +135,3 @@ class FourBitLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _FourBitProduct.apply(x, self.packed, self.scales, self.codes)
-
-
-def use_four_bits(model: nn.Module, names: Collection[str]) -> None:
-    """Replace each `nn.Linear` whose own name is in `names`.
-
-    Raises TypeError for another module, and for one with a bias: it would be lost. Raises
-    ValueError if no layer has such a name.
-    """
-    for parent, name in _places(model, names):
-        layer = getattr(parent, name)
-        if not isinstance(layer, nn.Linear) or layer.bias is not None:
-            raise TypeError(f"{name} is no nn.Linear without a bias: {layer}")
-        setattr(parent, name, FourBitLinear(layer.weight))

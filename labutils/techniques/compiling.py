@@ -65,22 +65,19 @@ class CompiledLoss:
         accumulates: bool = False,
     ) -> None:
         silence_known_warnings()
-        self.eager, self.failure = loss_fn, ""
-        self.mode, how = mode_and_arguments(mode, where.type, accumulates)
+        # the mode, or that it ran eagerly and why
+        self.report, how = mode_and_arguments(mode, where.type, accumulates)
+        self.eager = loss_fn
         self.compiled = torch.compile(loss_fn, dynamic=False, **how)
 
     def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-        if self.failure or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self.eager(model, batch)
         try:
             return self.compiled(model, batch)
-        except (
-            torch._dynamo.exc.TorchDynamoException
-        ) as error:  # not what the model itself raises, out of memory say
-            self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        # not what the model itself raises, out of memory say
+        except torch._dynamo.exc.TorchDynamoException as error:
+            kind, reason = type(error).__name__, str(error).strip().splitlines()[0]
+            self.report = f"eagerly, since compiling failed: {kind}: {reason}"
+            self.compiled = self.eager
             return self.eager(model, batch)
-
-    @property
-    def report(self) -> str:
-        """The mode, or that it ran eagerly and why."""
-        return f"eagerly, since compiling failed: {self.failure}" if self.failure else self.mode

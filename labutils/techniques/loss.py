@@ -53,17 +53,14 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk_tokens):
-        device, needs_weight = hidden.device.type, ctx.needs_input_grad[1]
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        )
+        device = hidden.device.type
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         ctx.enlarged = FP16_ENLARGED if dtype == torch.float16 else 1.0
         with torch.autocast(device, enabled=False):
             x, w = hidden.to(dtype), weight.to(dtype)
-            d_hidden, d_weight = (
-                torch.empty_like(x),
-                torch.zeros_like(weight) if needs_weight else None,
-            )
+            d_hidden, d_weight = torch.empty_like(x), torch.zeros_like(weight)
             loss = torch.zeros((), device=hidden.device)
             pieces = (tensor.split(chunk_tokens) for tensor in (x, targets, d_hidden))
             for rows, some_targets, d_rows in zip(*pieces, strict=True):
@@ -81,8 +78,7 @@ class ChunkedLoss(torch.autograd.Function):
                 d_logits = d_logits.to(dtype)
                 del logits, exponentials, softmax
                 d_rows.copy_(d_logits @ w)
-                if needs_weight:
-                    d_weight += (d_logits.T @ rows).to(weight.dtype)
+                d_weight += (d_logits.T @ rows).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.hidden_dtype = hidden.dtype
         return loss
@@ -92,8 +88,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, gradient):
         d_hidden, d_weight = ctx.saved_tensors
         gradient = gradient / ctx.enlarged
-        d_weight = d_weight.mul_(gradient) if d_weight is not None else None
-        return d_hidden.to(ctx.hidden_dtype).mul_(gradient), d_weight, None, None
+        return d_hidden.to(ctx.hidden_dtype).mul_(gradient), d_weight.mul_(gradient), None, None
 
 
 def _loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

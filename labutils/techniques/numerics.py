@@ -46,11 +46,6 @@ class FloatFormat:
         """The smallest positive number. Half of it and less rounds to zero: underflow."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
-    @property
-    def eps(self) -> float:
-        """The distance from 1 to the next larger number."""
-        return 2.0**-self.mantissa_bits
-
     def spacing(self, value: float) -> float:
         """Return the distance between neighbouring numbers at a finite `value`."""
         exponent = math.frexp(value)[1] - 1 if value else -math.inf
@@ -70,21 +65,3 @@ E5M2 = FloatFormat("E5M2", 5, 2, torch.float8_e5m2)
 def rounded(value: float, dtype: torch.dtype) -> float:
     """Return a value as `dtype` stores it: to nearest even, inf beyond the range, 0 below it."""
     return torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64).item()
-
-
-def fp16_fate(values: torch.Tensor, scale: float = 1.0) -> dict[str, float]:
-    """Return which share of the non-zero `values`, multiplied by `scale`, FP16 keeps: the four
-    shares sum to 1.
-
-    "zero": lost; "subnormal": kept with fewer bits; "normal"; "inf": overflow.
-    """
-    scaled = values.detach().flatten().double().abs().cpu() * scale
-    scaled = scaled[scaled > 0]
-    stored = scaled.to(torch.float16)
-    shares = {
-        "zero": stored == 0,
-        "subnormal": (stored > 0) & (stored < FP16.min_normal),
-        "normal": (stored >= FP16.min_normal) & stored.isfinite(),
-        "inf": stored.isinf(),
-    }
-    return {name: mask.double().mean().item() for name, mask in shares.items()}

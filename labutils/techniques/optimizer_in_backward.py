@@ -25,7 +25,7 @@ class OptimizerInBackward:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 self.parts[p] = new([group | {"params": [p]}])
-        self._handles: list[Any] = []
+        self._handles = []
         self.attach()
 
     def attach(self) -> None:

@@ -116,51 +116,43 @@ class LowBitAdamW(torch.optim.Optimizer):
         bits: int = 8,
     ) -> None:
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, settings | {"bits": bits})
+        super().__init__(params, settings | {"bits": bits, "step": 0})
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            group["step"] += 1
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self.state[p] or self._start(p, group["bits"])
-                state["step"] += 1
-                slabs = [p.view(-1).split(NUMBERS_AT_ONCE)]
+                moments = self.state[p] or self._start(p, group["bits"])
+                slabs = [p.view(-1).split(NUMBERS_AT_ONCE)]  # never a copy: it is changed in place
                 slabs.append(p.grad.reshape(-1).split(NUMBERS_AT_ONCE))
-                for key, moment in state.items():
-                    if key != "step":
-                        slabs.append(moment.split(NUMBERS_AT_ONCE // BLOCK))
+                slabs += [codes.split(NUMBERS_AT_ONCE // BLOCK) for codes in moments.values()]
                 for slab in zip(*slabs, strict=True):
-                    _update(*slab, group=group, step=state["step"])
+                    _update(*slab, group=group, step=group["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` has returned; codes and scales keep their dtypes, which torch
         would cast to that of the parameter.
         """
         super().load_state_dict(state_dict)
-        parameters = []
-        for group in self.param_groups:
-            parameters += group["params"]
+        parameters = [p for group in self.param_groups for p in group["params"]]
         for i, saved in state_dict["state"].items():
-            for key, value in saved.items():
-                if key != "step":
-                    value = value.to(parameters[i].device, copy=True)
-                self.state[parameters[i]][key] = value
+            for key, codes in saved.items():
+                self.state[parameters[i]][key] = codes.to(parameters[i].device, copy=True)
 
     def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
         """Make a parameter's moments, `(blocks, BLOCK)`; the last block may be too long."""
-        state = self.state[p]
-        state["step"] = 0
         n_blocks = -(-p.numel() // BLOCK)
         moments = {"exp_avg": (BLOCK, torch.bfloat16), "exp_avg_sq": (BLOCK, torch.bfloat16)}
         if bits == 8:
             moments = {"exp_avg": (BLOCK, torch.int8), "exp_avg_sq": (BLOCK, torch.uint8)}
             moments |= {"scale": (1, torch.float32), "scale_sq": (1, torch.float32)}
         for key, (width, dtype) in moments.items():
-            state[key] = torch.zeros(n_blocks, width, dtype=dtype, device=p.device)
-        return state
+            self.state[p][key] = torch.zeros(n_blocks, width, dtype=dtype, device=p.device)
+        return self.state[p]
 
 
 def _update(

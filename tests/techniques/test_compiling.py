@@ -69,4 +69,4 @@ def test_cuda_graphs_are_left_out_where_gradients_accumulate():
         compiled = CompiledLoss(
             lab.lm_loss_sum, "reduce-overhead", torch.device("cuda"), accumulates
         )
-        assert compiled.mode == mode
+        assert compiled.report == mode

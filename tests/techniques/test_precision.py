@@ -95,8 +95,6 @@ def test_16bit_is_no_precision_until_a_card_decides():
         precision.autocast("16bit", CPU)
     assert [precision_on("16bit", gpu(c)) for c in ((8, 0), (7, 5))] == ["bf16", "fp16"]
     assert [precision_on(p, gpu((7, 5))) for p in PRECISIONS] == list(PRECISIONS)
-    with pytest.raises(ValueError, match="'half'"):
-        precision_on("half", gpu((8, 0)))
 
 
 @pytest.mark.parametrize(
@@ -110,18 +108,3 @@ def test_16bit_is_no_precision_until_a_card_decides():
 )
 def test_datasheet_peak_belongs_to_the_very_card(card, fp16):
     assert datasheet_tflops(card).get("float16") == fp16
-
-
-def test_a_failing_probe_puts_the_number_of_threads_back(monkeypatch):
-    def broken():
-        raise RuntimeError("inside")
-
-    monkeypatch.setattr(machine.time, "thread_time", broken)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(RuntimeError, match="inside"):
-            machine.matmul_rate(torch.float32, CPU, 8)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -60,7 +60,7 @@ def test_chunked_loss_loses_no_small_gradient_in_fp16():
     assert weight.grad[1:].float().mean().item() == pytest.approx(others, rel=0.01)
 
 
-def test_chunked_loss_of_a_frozen_head_asks_for_no_gradient_of_it():
+def test_chunked_loss_of_a_frozen_head_has_the_right_gradient_of_the_hidden_states():
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
     ChunkedLoss.apply(hidden, weight, torch.arange(6), 2).backward()
     (expected,) = torch.autograd.grad(
