@@ -16,10 +16,11 @@ import pytest
 from labutils.exhibits.exhibit import page, program
 
 NODE_MODULES = Path(__file__).parent / "node_modules"
-# Numbers that JSON lacks come back as {"$": their text}.
+# Numbers that JSON lacks come back as Python's json reads them: NaN, Infinity.
 RESULT = """
-const lacking = (key, x) => typeof x === "number" && !Number.isFinite(x) ? {$: String(x)} : x;
-process.stdout.write(JSON.stringify(({call})(...{arguments}), lacking));
+const marked = (key, x) => typeof x === "number" && !Number.isFinite(x) ? `$${x}` : x;
+const text = JSON.stringify(({call})(...{arguments}), marked);
+process.stdout.write(text.replace(/"\\$(.*?)"/g, "$1"));
 """
 
 
@@ -37,18 +38,12 @@ def node() -> Callable:
     """Return a function that calls JavaScript in the program of an exhibit, without a page."""
     command = [needed(shutil.which("node"), "apt-get install nodejs"), "-"]
 
-    def number(pairs: dict) -> object:
-        return float(pairs["$"]) if "$" in pairs else pairs
-
-    def whole(text: str) -> int:  # exactly the number that node has: not all of its digits are
-        return int(float(text))
-
     def call(name: str, function: str, *arguments: object) -> object:
         text = RESULT.replace("{call}", function).replace("{arguments}", json.dumps(arguments))
         script = program(name) + text
         done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
         assert not done.returncode, done.stderr
-        return json.loads(done.stdout, object_hook=number, parse_int=whole)
+        return json.loads(done.stdout, parse_int=float)  # whole numbers as node has them
 
     return call
 
