@@ -136,9 +136,6 @@ def update_of(setting: plan.Setting) -> dict[str, Any]:
     }
 
 
-PLAN_PARTS = (("phases", plan.SHAPE, phases_of), ("update", plan.STANDING, update_of))
-
-
 # ---- amdahl
 
 
@@ -406,22 +403,33 @@ def workers() -> dict[str, Any]:
     return {"values": base64.b64encode(values.numpy().tobytes()).decode(), "lost": lost}
 
 
+def makers() -> dict[tuple[str, str], dict[str, Callable[[], Any]]]:
+    """Return {(table, part): {row: what computes it}} of all tables."""
+    rows = [row for row in PRECISIONS.values() if not row.not_on_cpu and row.weights == "float32"]
+    all_makers = {
+        ("step", "runs"): {row.name: partial(run_of, row) for row in rows},
+        ("loss_scale", "gradients"): {
+            "all": octaves,
+            "largest": lambda: trained(64, 1, 1e-3, 30)[1],
+        },
+        ("window", "step"): {"categories": lambda: WINDOW, "film": film},
+        ("allreduce", "gradients"): {"64 workers": workers},
+        ("amdahl", "cards"): {card: partial(card_speeds, card) for card in CARDS_SHOWN},
+    }
+    plan_parts = (("phases", plan.SHAPE, phases_of), ("update", plan.STANDING, update_of))
+    for part, switches, row_of in plan_parts:
+        all_makers["plan", part] = {
+            plan.key_of(setting, switches): partial(row_of, setting)
+            for setting in plan.settings(switches)
+        }
+    return all_makers
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m benchmarks.exhibit_tables", description=__doc__)
     parser.add_argument("--again", action="store_true", help="all, not only what is missing")
     if parser.parse_args().again:
         for path in FOLDER.glob("*.json"):
             path.unlink()
-    rows = [row for row in PRECISIONS.values() if not row.not_on_cpu and row.weights == "float32"]
-    complete("step", "runs", {row.name: partial(run_of, row) for row in rows})
-    complete(
-        "loss_scale", "gradients", {"all": octaves, "largest": lambda: trained(64, 1, 1e-3, 30)[1]}
-    )
-    complete("window", "step", {"categories": lambda: WINDOW, "film": film})
-    complete("allreduce", "gradients", {"64 workers": workers})
-    cards = {card: partial(card_speeds, card) for card in CARDS_SHOWN}
-    complete("amdahl", "cards", cards)
-    for part, switches, row_of in PLAN_PARTS:
-        settings = list(plan.settings(switches))
-        makers = {plan.key_of(one, switches): partial(row_of, one) for one in settings}
-        complete("plan", part, makers)
+    for (table, part), of_part in makers().items():
+        complete(table, part, of_part)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from labutils.exhibits.exhibit import page, program
+from labutils.exhibits.exhibit import program
 
 NODE_MODULES = Path(__file__).parent / "node_modules"
 # Numbers that JSON lacks come back as Python's json reads them: NaN, Infinity.
@@ -66,31 +66,18 @@ def browser() -> Iterator:
 
 
 @pytest.fixture
-def visit(browser):
-    """Return a function that opens a file; afterwards nothing may have been asked of a network."""
+def visit(browser, tmp_path):
+    """Return a function that opens a page; afterwards nothing may have been asked of a network."""
 
-    def open_file(path: Path, width: int = 1200):
-        browser.get_log("browser")
-        browser.get_log("performance")
+    def open_page(text: str, width: int = 1200) -> None:
+        path = tmp_path / "page.html"
+        path.write_text(text, encoding="utf-8")
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get(path.as_uri())
 
-    yield open_file
+    yield open_page
     assert browser.get_log("browser") == []  # neither errors nor warnings
     asked = [entry["message"] for entry in browser.get_log("performance")]
     sent = [message for message in asked if '"Network.requestWillBeSent"' in message]
     assert not [message for message in sent if '"url":"http' in message]
-
-
-@pytest.fixture
-def show(browser, visit, tmp_path):
-    """Return a function that opens an exhibit's page and gives its root element."""
-
-    def open_page(exhibit, width: int = 1200):
-        path = tmp_path / "page.html"
-        path.write_text(page(exhibit.title, [exhibit]), encoding="utf-8")
-        visit(path, width)
-        return browser.find_element("css selector", "[data-exhibit]")
-
-    return open_page

@@ -7,14 +7,14 @@ import random
 from collections import Counter
 from contextlib import suppress
 from functools import reduce
-from itertools import pairwise, product
+from itertools import product
 from operator import attrgetter
 
 import pytest
 import torch
 
 import labutils as lab
-from benchmarks.exhibit_tables import WINDOW, counted, window_config
+from benchmarks.exhibit_tables import WINDOW, window_config
 from labutils.exhibits import play, seeds_data
 from labutils.exhibits.exhibit import described, table_of
 from labutils.prediction.allocator import (
@@ -24,7 +24,7 @@ from labutils.prediction.allocator import (
     OutOfMemory,
     Settings,
 )
-from labutils.techniques.numerics import FP16, FloatFormat, fp16_fate
+from labutils.techniques.numerics import FP16
 
 MIB = 2**20
 NAME = attrgetter("name")
@@ -35,6 +35,17 @@ NAME = attrgetter("name")
     [
         ("amdahl", "[amdahl(0.5, 4), amdahl(0.5, Infinity), amdahl(0, 4)]", [1.6, 2, 1]),
         ("allreduce", "[sentBytes(8, 1e6, { exponent: 5, mantissa: 10 })]", [3.5e6]),
+        (
+            "allreduce",
+            "[errorOf([1, 2], [[1, 1], [1, 3]], 2), errorOf([3, 0], [[3, 4]], 1)]",
+            [0, 0.8],
+        ),
+        # 4 exponent and 3 mantissa bits, with inf: bias 7; largest 1.875 · 2^7; 2^-6; 2^-9; 2^-3
+        (
+            "number",
+            "Object.values(describe(4, 3, true)).slice(3, 8)",
+            [7, 240, 2**-6, 2**-9, 0.125],
+        ),
         # three segments' inputs and the first one's layers; without a kept segment, and with one
         ("segments", "Object.values(cost([4, 2, 2], 3, false)).slice(1)", [13, 3, 1, 8, 15]),
         ("segments", "Object.values(cost([2, 2, 4], 3, true)).slice(1)", [15, 15, 0, 4, 15]),
@@ -66,26 +77,14 @@ def test_a_format_stores_what_torch_stores_bit_for_bit(node, fmt):
     assert torch.equal(page[~is_nan], stored.view(integer)[~is_nan])
 
 
-def test_every_division_of_bits_is_that_of_float_formats(node):
-    names = ("bias", "max", "min_normal", "min_subnormal", "eps")
-    divisions = list(product(range(2, 9), range(1, 24), (True, False)))
-    function = "(all, names) => all.map((bits) => names.map((name) => describe(...bits)[name]))"
-    for bits, page in zip(divisions, node("number", function, divisions, names), strict=True):
-        exponent, mantissa, has_inf = bits
-        right = FloatFormat("x", exponent, mantissa, has_inf=has_inf)
-        assert tuple(page) == attrgetter(*names)(right), bits
-
-
-def test_gradients_on_the_edges_have_the_right_fate(node):
-    """All that lies just below, on, and just above what decides, at every scale."""
-    thresholds = torch.tensor([2.0**-25, 2.0**-14 - 2.0**-25, 2.0**-14, 65504.0, 65520.0])
-    on = torch.outer(thresholds, 2.0 ** -torch.arange(31)).flatten()
-    below, above = on.nextafter(torch.zeros(())), on.nextafter(torch.tensor(torch.inf))
-    values = torch.cat([on, -below, above, torch.tensor([1e-45, 3e38])])
-    function = """(octaves, format) => [...Array(31).keys()].map((power) =>
-      count({ octaves, format: completed(format) }, power))"""
-    for k, page in enumerate(node("loss_scale", function, counted(values), described(FP16))):
-        assert {fate: n / len(values) for fate, n in page.items()} == fp16_fate(values, 2.0**k), k
+def test_real_gradients_have_the_fate_that_torch_gives_them(node):
+    gradients = table_of("loss_scale")["gradients"]["all"]
+    function = "(data, format, power) => count({ ...data, format: completed(format) }, power)"
+    for power, shares in enumerate(gradients["fates"]):
+        data = {"octaves": gradients["counts"]}
+        counts = node("loss_scale", function, data, described(FP16), power)
+        total = sum(counts.values())
+        assert {fate: n / total for fate, n in counts.items()} == shares, power
 
 
 def scales_of_torch(largest: list[float], scale: float, interval: int) -> list[float]:
@@ -104,11 +103,11 @@ def scales_of_torch(largest: list[float], scale: float, interval: int) -> list[f
 
 
 def test_the_scaler_walks_as_torchs_does(node):
-    powers = torch.empty(100).uniform_(-12, 2, generator=torch.Generator().manual_seed(0))
+    shown = table_of("loss_scale")["gradients"]["largest"]
     edge = [65520 / 2.0**k for k in (16, 15, 14, 13)] * 10
     huge = [1e-38] * 300  # the scale grows to the end of float32
     starts = [2.0**k for k in (0, 10, 16, 24, 30)]
-    cases = list(product(((2.0**powers).tolist(), edge, huge), starts, (1, 2, 5, 2000)))
+    cases = list(product((shown, edge, huge), starts, (1, 2, 5, 2000)))
     function = """(cases, format) => cases.map((one) =>
       walk(...one, completed(format)).map(({ after }) => after))"""
     pages = node("loss_scale", function, cases, described(FP16))
@@ -123,7 +122,7 @@ def random_events(seed: int, limit: float, settings: Settings) -> tuple[list[dic
     and how many times memory ran short.
     """
     dice, cache = random.Random(seed), CachingAllocator(limit, settings)
-    sizes = (1, 512, 513, 300_000, MIB, MIB + 1, 3 * MIB, 10 * MIB - 1, 10 * MIB, 50 * MIB)
+    edges = (1, 512, 513, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB)
     events, states, alive = [], [], {}
     for number in range(150):
         choice = dice.random()
@@ -135,7 +134,7 @@ def random_events(seed: int, limit: float, settings: Settings) -> tuple[list[dic
             events.append({"free": [gone]})
             cache.free(alive.pop(gone))
         else:
-            n_bytes = dice.choice([*sizes, dice.randrange(1, 2 * MIB), dice.randrange(1, 30 * MIB)])
+            n_bytes = dice.choice([dice.choice(edges), int(2 ** dice.uniform(0, 26))])
             events.append({"new": [[number, n_bytes]]})
             with suppress(OutOfMemory):
                 alive[number] = cache.allocate(n_bytes)
@@ -145,7 +144,7 @@ def random_events(seed: int, limit: float, settings: Settings) -> tuple[list[dic
 
 @pytest.mark.parametrize("settings", [DEFAULT, EXPANDABLE], ids=["fixed", "expandable"])
 def test_random_events_leave_what_the_rules_leave(node, settings):
-    limits = [(1e18, 60 * MIB, 150 * MIB, 300 * MIB)[seed % 4] for seed in range(200)]
+    limits = [(1e18, 40 * MIB, 60 * MIB, 150 * MIB)[seed % 4] for seed in range(200)]
     stories = [random_events(seed, limit, settings) for seed, limit in enumerate(limits)]
     function = """(stories, limits, expandable) => stories.map(([events], i) => {
       const { cache, tensors, after } = replay(events, limits[i], expandable);
@@ -158,14 +157,13 @@ def test_random_events_leave_what_the_rules_leave(node, settings):
 
 
 def test_its_statistics_are_those_of_python(node):
-    dice, pairs = random.Random(0), []
     worth = seeds_data.WORTH_TELLING  # half of it is too little to tell, however clear
-    for i in range(300):
-        shift, noise = [(0.0, 0.05), (0.05, 0.05), (-1.0, 0.05), (0.5 * worth, 1e-6)][i % 4]
-        base = [dice.gauss(6, 0.2) for _ in range(3 + i % 6)]
-        pairs.append([base, [loss + dice.gauss(shift, noise) for loss in base]])
-        if i % 7 == 0:
-            pairs[i][1][0] = math.nan
+    shift = torch.tensor([0.0, 0.05, -1.0, 0.5 * worth]).repeat(75)[:, None]
+    noise = torch.tensor([0.05, 0.05, 0.05, 1e-6]).repeat(75)[:, None]
+    base = 6 + 0.2 * torch.randn(300, 8)
+    other = base + shift + noise * torch.randn(300, 8)
+    other[torch.rand(300, 8) < 0.2] = math.nan  # so the numbers of pairs differ
+    pairs = torch.stack([base, other], dim=1).tolist()
     function = """(pairs, t, worth) => pairs.map((pair) => {
       const gap = difference(...pair, t);
       return [gap.mean, gap.low, gap.high, gap.n, verdict(gap, worth)];
@@ -178,19 +176,16 @@ def test_its_statistics_are_those_of_python(node):
     assert {page[4] for page in pages} == {"larger", "smaller", "cannot tell here"}
 
 
-def peak(lengths: list[int], ratio: float) -> float:
-    """Return the peak of some segments, as in the exercise of notebook 03."""
-    return max(i + ratio * length for i, length in enumerate(lengths, 1))
-
-
 def test_the_best_placement_has_the_smallest_peak_of_all(node):
-    cuts = [[0, *[i for i in range(1, 9) if i == 8 or mask >> i & 1]] for mask in range(0, 256, 2)]
-    placements = [[end - start for start, end in pairwise(ends)] for ends in cuts]
-    function = "(all, r) => [best(8, r), all.map((lengths) => cost(lengths, r, false).peak)]"
-    for ratio in (0.5, 1, 1.5, 4, 9, 16):
-        best, peaks = node("segments", function, placements, ratio)
-        assert peaks == [peak(lengths, ratio) for lengths in placements]
-        assert best == min(peaks)
+    function = """(ratios) => ratios.map((ratio) => {
+      const peaks = [...Array(128).keys()].map((mask) => {
+        const ends = [1, 2, 3, 4, 5, 6, 7].filter((end) => mask & (2 ** (end - 1)));
+        return cost(lengthsOf([...ends, 8]), ratio, false).peak;
+      });
+      return [best(8, ratio), Math.min(...peaks)];
+    })"""
+    for page, smallest in node("segments", function, [0.5, 1, 1.5, 4, 9, 16]):
+        assert page == smallest
 
 
 def exchanged_mean(values: torch.Tensor, dtype: torch.dtype, order: str, scale: float):
@@ -220,15 +215,12 @@ def test_the_page_sums_as_torch_does_bit_for_bit(node, fmt):
     function = """(text, format, cases) => cases.map(([scale, n, order]) => {
       const [values, complete] = [unpacked(text), completed(format)];
       const mean = exchange(cast(values, complete, scale), n, complete, order, scale);
-      return [mean, errorOf(mean, values, n)];
+      return mean;
     })"""
     answers = node("allreduce", function, text, described(fmt), cases)
-    for (scale, n, order), (page, error) in zip(cases, answers, strict=True):
+    for (scale, n, order), page in zip(cases, answers, strict=True):
         right = exchanged_mean(values[:n], fmt.dtype, order, scale)
         torch.testing.assert_close(torch.tensor(page), right, rtol=0, atol=0, equal_nan=True)
-        if right.isfinite().all():
-            difference = lab.compare_gradients(right.double(), values[:n].double().mean(0))
-            assert error == pytest.approx(difference.error, rel=1e-9, abs=1e-15)
 
 
 def test_each_phase_of_a_window_has_the_ledgers_bytes_at_its_peak(node):
@@ -250,9 +242,3 @@ def test_each_phase_of_a_step_has_the_ledgers_bytes_at_its_peak(node):
             for (category, _), n_bytes in zip(run["groups"], max(of_phase, key=sum), strict=True):
                 page[category] += n_bytes
             assert page == Counter(right), (name, phase)
-
-
-def test_a_point_beyond_amdahls_law_is_refused():
-    for wrong in ({"share": 1.5, "speedup": 2.0}, {"share": 0.5, "speedup": 0.0}, {"share": 0.5}):
-        with pytest.raises(ValueError, match="speed-up"):
-            lab.play.amdahl(**wrong)
