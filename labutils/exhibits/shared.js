@@ -12,7 +12,7 @@ export function short(x, digits = 4) {
   return String(Number(x.toPrecision(digits)));
 }
 
-export const percent = (share) => `${short(100 * share, 3)} %`;
+export const percent = (share) => `${short(100 * share, 3)}\u00a0%`; // never on two lines
 export const whole = (n) => n.toLocaleString("en"); // with commas between thousands
 
 export function superscript(n) {

@@ -7,13 +7,11 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import nbformat
 import pytest
 from selenium.webdriver.common.keys import Keys
 
 import labutils as lab
 from labutils.exhibits.exhibit import FOLDER, names, page
-from labutils.pages import page as notebook_page
 from tests.exhibits.conftest import NODE_MODULES, needed
 
 EACH = pytest.mark.parametrize("name", names())
@@ -64,7 +62,6 @@ def test_an_exhibit_is_small_fetches_nothing_and_has_a_still(name):
 def test_it_lives_on_a_narrow_screen_and_says_what_each_slider_is_at(name, visit, browser):
     visit(page("A title", [exhibit(name)]), 400)  # the fixture looks at requests and the console
     root = browser.find_element("css selector", LIVE)
-    assert browser.execute_script(FITS, root)
     for slider in root.find_elements("css selector", "input[type=range]"):
         browser.execute_script(MOVE, root, slider)
         *lowest, silent = browser.execute_script(SPOKEN, root, slider)
@@ -92,19 +89,9 @@ def test_axe_finds_no_violation(visit, browser, scheme, n_of_each):
     assert browser.execute_script(f"{doubles} return ids.length === new Set(ids).size")
 
 
-def test_they_run_in_an_exported_notebook(visit, browser):
-    cells = []
-    for name in names():
-        output = nbformat.v4.new_output("display_data", exhibit(name)._repr_mimebundle_())
-        cells.append(nbformat.v4.new_code_cell(outputs=[output]))
-    visit(notebook_page(nbformat.v4.new_notebook(cells=cells), "A Card"))
-    assert len(browser.find_elements("css selector", LIVE)) == len(names())
-
-
 def test_scripts_and_styles_are_formatted(node):
     program = NODE_MODULES / ".bin" / "prettier"
     command = [needed(program, "npm ci --prefix tests/exhibits"), "--check"]
     command += ["--config", NODE_MODULES.parent / "package.json"]
     files = [*FOLDER.glob("*.js"), *FOLDER.glob("*.css")]
-    done = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
+    subprocess.run([*command, *files], check=True)

@@ -15,6 +15,7 @@ import torch
 
 import labutils as lab
 from benchmarks.exhibit_tables import WINDOW, window_config
+from labutils.config.schema import Config
 from labutils.exhibits import play, seeds_data
 from labutils.exhibits.exhibit import described, table_of
 from labutils.prediction.allocator import (
@@ -59,18 +60,17 @@ def test_what_one_can_compute_by_hand(node, name, call, right):
 
 @pytest.mark.parametrize("fmt", [fmt for fmt in play.NUMBER_FORMATS if fmt.dtype], ids=NAME)
 def test_a_format_stores_what_torch_stores_bit_for_bit(node, fmt):
-    """Values of all sizes, on ties, subnormal, and beyond each range."""
-    powers = torch.empty(6_000).uniform_(-160, 128, generator=torch.Generator().manual_seed(0))
-    edges = torch.tensor([0.0, 65504, 65519, 65520, 447, 448, 463, 464, 465, 480])
-    values = torch.cat([2.0**powers, torch.arange(990) / 64, edges])
-    values[::2] *= -1
+    """Values of all sizes, on ties, subnormal, and beyond each range; inf and NaN."""
+    patterns = torch.randint(-(2**31), 2**31, (24, 500))
+    patterns &= -(2 ** torch.arange(24))[:, None]  # the last bits of a mantissa are 0: ties
+    values = patterns.to(torch.int32).view(torch.float32).flatten()
     function = """(short, values) => {
       const format = completed(short);
       return values.map((x) => encode(round(x, format), format));
     }"""
-    patterns = [int(bits, 2) for bits in node("number", function, described(fmt), values.tolist())]
+    bits = node("number", function, described(fmt), values.tolist())
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[fmt.dtype.itemsize]
-    page = torch.tensor(patterns).to(integer)
+    page = torch.tensor([int(text, 2) for text in bits]).to(integer)
     stored = values.to(fmt.dtype)
     is_nan = stored.float().isnan()
     assert torch.equal(page.view(fmt.dtype).float().isnan(), is_nan)
@@ -79,12 +79,11 @@ def test_a_format_stores_what_torch_stores_bit_for_bit(node, fmt):
 
 def test_real_gradients_have_the_fate_that_torch_gives_them(node):
     gradients = table_of("loss_scale")["gradients"]["all"]
-    function = "(data, format, power) => count({ ...data, format: completed(format) }, power)"
-    for power, shares in enumerate(gradients["fates"]):
-        data = {"octaves": gradients["counts"]}
-        counts = node("loss_scale", function, data, described(FP16), power)
-        total = sum(counts.values())
-        assert {fate: n / total for fate, n in counts.items()} == shares, power
+    function = """(octaves, format) => [...Array(31).keys()].map((power) =>
+      count({ octaves, format: completed(format) }, power))"""
+    pages = node("loss_scale", function, gradients["counts"], described(FP16))
+    for page, shares in zip(pages, gradients["fates"], strict=True):
+        assert {fate: n / sum(page.values()) for fate, n in page.items()} == shares
 
 
 def scales_of_torch(largest: list[float], scale: float, interval: int) -> list[float]:
@@ -106,8 +105,7 @@ def test_the_scaler_walks_as_torchs_does(node):
     shown = table_of("loss_scale")["gradients"]["largest"]
     edge = [65520 / 2.0**k for k in (16, 15, 14, 13)] * 10
     huge = [1e-38] * 300  # the scale grows to the end of float32
-    starts = [2.0**k for k in (0, 10, 16, 24, 30)]
-    cases = list(product((shown, edge, huge), starts, (1, 2, 5, 2000)))
+    cases = list(product((shown, edge, huge), (1.0, 2.0**16, 2.0**30), (1, 2, 5, 2000)))
     function = """(cases, format) => cases.map((one) =>
       walk(...one, completed(format)).map(({ after }) => after))"""
     pages = node("loss_scale", function, cases, described(FP16))
@@ -143,27 +141,26 @@ def random_events(seed: int, limit: float, settings: Settings) -> tuple[list[dic
 
 
 @pytest.mark.parametrize("settings", [DEFAULT, EXPANDABLE], ids=["fixed", "expandable"])
-def test_random_events_leave_what_the_rules_leave(node, settings):
-    limits = [(1e18, 40 * MIB, 60 * MIB, 150 * MIB)[seed % 4] for seed in range(200)]
-    stories = [random_events(seed, limit, settings) for seed, limit in enumerate(limits)]
-    function = """(stories, limits, expandable) => stories.map(([events], i) => {
-      const { cache, tensors, after } = replay(events, limits[i], expandable);
+@pytest.mark.parametrize("limit", [1e18, 40 * MIB, 150 * MIB])  # often none is left of 40 MiB
+def test_random_events_leave_what_the_rules_leave(node, settings, limit):
+    stories = [random_events(seed, limit, settings) for seed in range(60)]
+    function = """(stories, limit, expandable) => stories.map(([events]) => {
+      const { cache, tensors, after } = replay(events, limit, expandable);
       const states = after.map(({ allocated, reserved }) => [allocated, reserved]);
       return [states, [...tensors.values()].map(({ address }) => address), cache.retries];
     })"""
-    pages = node("allocator", function, stories, limits, settings is EXPANDABLE)
+    pages = node("allocator", function, stories, limit, settings is EXPANDABLE)
     assert pages == [right for _, right in stories]
-    assert sum(n_retries for _, _, n_retries in pages) > 500  # memory ran short
 
 
 def test_its_statistics_are_those_of_python(node):
     worth = seeds_data.WORTH_TELLING  # half of it is too little to tell, however clear
-    shift = torch.tensor([0.0, 0.05, -1.0, 0.5 * worth]).repeat(75)[:, None]
-    noise = torch.tensor([0.05, 0.05, 0.05, 1e-6]).repeat(75)[:, None]
-    base = 6 + 0.2 * torch.randn(300, 8)
-    other = base + shift + noise * torch.randn(300, 8)
-    other[torch.rand(300, 8) < 0.2] = math.nan  # so the numbers of pairs differ
-    pairs = torch.stack([base, other], dim=1).tolist()
+    shift = torch.tensor([[0.0], [0.05], [-1.0], [worth / 2]])
+    noise = torch.tensor([[0.05], [0.05], [0.05], [1e-6]])
+    base = 6 + 0.2 * torch.randn(75, 4, 8)
+    other = base + shift + noise * torch.randn(75, 4, 8)
+    other[torch.rand(75, 4, 8) < 0.2] = math.nan  # so the numbers of pairs differ
+    pairs = torch.stack([base, other], dim=2).flatten(0, 1).tolist()
     function = """(pairs, t, worth) => pairs.map((pair) => {
       const gap = difference(...pair, t);
       return [gap.mean, gap.low, gap.high, gap.n, verdict(gap, worth)];
@@ -171,8 +168,8 @@ def test_its_statistics_are_those_of_python(node):
     pages = node("seeds", function, pairs, seeds_data.T_95, worth)
     for pair, page in zip(pairs, pages, strict=True):
         right = lab.paired_difference(*pair, worth_telling=worth)
-        assert page[:3] == pytest.approx([right.mean, right.low, right.high], rel=1e-9)
-        assert page[3:] == [right.n_pairs, right.verdict]
+        numbers = right.mean, right.low, right.high, right.n_pairs
+        assert page[:4] == pytest.approx(list(numbers), rel=1e-9) and page[4] == right.verdict
     assert {page[4] for page in pages} == {"larger", "smaller", "cannot tell here"}
 
 
@@ -223,22 +220,24 @@ def test_the_page_sums_as_torch_does_bit_for_bit(node, fmt):
         torch.testing.assert_close(torch.tensor(page), right, rtol=0, atol=0, equal_nan=True)
 
 
-def test_each_phase_of_a_window_has_the_ledgers_bytes_at_its_peak(node):
-    film = table_of("window")["step"]["film"]
-    for n, m in [(1, 2), (2, 2), (2, 5), (8, 4), (1, 7), (3, 16), (1, 128)]:
-        frames = node("window", "frames", film, n, m)
-        for phase, right in lab.predict_memory(window_config(n, m), "cpu").phases.items():
-            of_phase = [frame["bytes"] for frame in frames if frame["phase"] == phase]
-            page = dict(zip(WINDOW, max(of_phase, key=sum), strict=True))
-            assert Counter(page) == Counter(right), (n, m, phase)
+def check_peaks(states: list, categories: list[str], config: Config) -> None:
+    """Hold the highest of each phase's `states`, [phase, bytes by category], against the ledger."""
+    for phase, right in lab.predict_memory(config, "cpu").phases.items():
+        highest = max([n_bytes for name, n_bytes in states if name == phase], key=sum)
+        page = Counter()
+        for category, n_bytes in zip(categories, highest, strict=True):
+            page[category] += n_bytes
+        assert page == Counter(right), phase
 
 
-def test_each_phase_of_a_step_has_the_ledgers_bytes_at_its_peak(node):
-    for name, run in table_of("step")["runs"].items():
-        states = list(zip(run["moments"], node("step", "alive", run), strict=True))
-        for phase, right in lab.predict_memory(lab.load_config(name), "cpu").phases.items():
-            of_phase = [alive for moment, alive in states if moment[0] == phase]
-            page = Counter()
-            for (category, _), n_bytes in zip(run["groups"], max(of_phase, key=sum), strict=True):
-                page[category] += n_bytes
-            assert page == Counter(right), (name, phase)
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 5), (8, 4), (1, 7), (3, 16), (1, 128)])
+def test_each_phase_of_a_window_has_the_ledgers_bytes_at_its_peak(node, sizes):
+    function = "(...all) => frames(...all).map(({ phase, bytes }) => [phase, bytes])"
+    states = node("window", function, table_of("window")["step"]["film"], *sizes)
+    check_peaks(states, WINDOW, window_config(*sizes))
+
+
+@pytest.mark.parametrize(("name", "run"), table_of("step")["runs"].items())
+def test_each_phase_of_a_step_has_the_ledgers_bytes_at_its_peak(node, name, run):
+    states = node("step", "(run) => alive(run).map((n, i) => [run.moments[i][0], n])", run)
+    check_peaks(states, [category for category, _ in run["groups"]], lab.load_config(name))

@@ -25,17 +25,17 @@ def test_a_notebooks_page_asks_for_nothing_and_fits_a_narrow_screen(path, visit,
     assert browser.execute_script(FITS)
     headings = browser.find_elements("css selector", "main h2")
     assert len(browser.find_elements("css selector", "nav li")) == 1 + len(headings) >= 4
+    assert browser.find_elements("css selector", "[data-exhibit][data-live]")  # and all live
+    assert not browser.find_elements("css selector", "[data-exhibit]:not([data-live])")
     assert "$$" not in "".join(browser.execute_script(PROSE))
 
 
 def test_formulas_are_drawn_and_links_lead_to_pages(visit, browser):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(TEXT)])
     visit(pages.page(notebook, "A Card"), 400)
-    assert len(browser.find_elements("css selector", "math")) == 2
     assert browser.find_elements("css selector", "math[display=block] mfrac")
-    assert browser.title == "01 · A title – A Card"
-    assert browser.find_elements("css selector", 'a[href="02-X.html"]')
-    assert browser.find_elements("css selector", 'a[href="https://a.b/03-X.ipynb"]')
+    for link in ("02-X.html", "https://a.b/03-X.ipynb"):
+        assert browser.find_elements("css selector", f'a[href="{link}"]')
     entry = browser.find_element("css selector", "nav li:nth-child(2) a")
     assert entry.text == "A & B"
     assert browser.find_elements("css selector", f'h2[id="{entry.get_attribute("hash")[1:]}"]')
