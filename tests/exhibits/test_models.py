@@ -120,7 +120,7 @@ def random_events(seed: int, limit: float, settings: Settings) -> tuple[list[dic
     and how many times memory ran short.
     """
     dice, cache = random.Random(seed), CachingAllocator(limit, settings)
-    edges = (1, 512, 513, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB)
+    edges = (512, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 19 * MIB)
     events, states, alive = [], [], {}
     for number in range(150):
         choice = dice.random()
