@@ -4,6 +4,6 @@
 |---|---|
 | `make bench` | several ways to train the same tokens, in turns: a table, and JSON in runs/ |
 | `make records` | reference/convergence.csv, convergence_rates.csv and stability.csv, on any machine |
-| `make exhibits` | the tables behind the exhibits `plan`, `step` and `amdahl`, on any machine |
+| `make exhibits` | the tables behind the exhibits, on any machine |
 | `make gpu` | reference/allocator.csv, a memory snapshot and the benchmark of an NVIDIA GPU |
 """

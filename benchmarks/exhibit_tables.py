@@ -1,8 +1,9 @@
 """Computes the tables of exhibits: `python -m benchmarks.exhibit_tables [--again]`.
 
 plan: each setting is predicted at the batch sizes of POINTS; the page draws straight lines between
-them. amdahl: what the time ledger says of some cards. step: what is alive at each moment of a
-training step. loss_scale, allreduce: real gradients. What there is already is kept, so it can be stopped and continued.
+them. amdahl: what the time ledger says of some cards. step, window: what is alive at each moment of a
+training step. loss_scale, allreduce: real gradients. What there is already is kept, so it can be
+stopped and continued.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from labutils import machine
@@ -27,10 +30,10 @@ from labutils.exhibits import plan_data as plan
 from labutils.exhibits.exhibit import FOLDER
 from labutils.files import write_atomically
 from labutils.memory.kinds import PRODUCT
-from labutils.memory.ledger import MIB
+from labutils.memory.ledger import CAST_WEIGHTS, MIB, WORKSPACES
 from labutils.memory.tensors import flat_gradient
 from labutils.prediction import trace
-from labutils.prediction.memory import Prediction, predicted, segments_of
+from labutils.prediction.memory import STEPS, Prediction, predicted, segments_of, walk
 from labutils.prediction.time import PRODUCTS, Clock, predict_time
 from labutils.techniques import precision
 from labutils.techniques.loss import count_targets, lm_loss_sum
@@ -133,9 +136,6 @@ def update_of(setting: plan.Setting) -> dict[str, Any]:
     }
 
 
-PLAN_PARTS = (("phases", plan.SHAPE, phases_of), ("update", plan.STANDING, update_of))
-
-
 # ---- amdahl
 
 
@@ -162,7 +162,10 @@ def card_speeds(card: str) -> dict[str, str | float]:
 SHOWN = ("wte", "wpe", "ln_1", "c_attn", "c_proj", "ln_2", "c_fc", "act", "ln_f", "lm_head")
 CLIP, STEP, END, PEAK = "clip", "step", "end", "peak"  # the other marks
 MARK = "mark"
+SIGNS = {trace.BIRTH: 1, trace.DEATH: -1}
 Alive = Counter[tuple[str, str]]  # {(category, dtype): bytes}
+Part = tuple[str, int | None]  # phase, and micro-batch; the optimizer's has none
+State = tuple[trace.Segment, Any, Counter]  # with the event after which so many bytes are alive
 
 
 class Mark(NamedTuple):
@@ -222,37 +225,38 @@ def after_gradient(mark: Callable, text: str, parameter: torch.Tensor) -> None:
     mark(text, parameter.grad.dtype)
 
 
+def states_of(
+    step: trace.Trace, n_micro_batches: int, group_of: Callable[[trace.Storage], Any]
+) -> tuple[Counter, list[State]]:
+    """Return {group: bytes alive} before a later step than the first, and after its events."""
+    before, alive = Counter(), Counter()
+    states: list[State] = []
+    for number, segment, event in walk(step, n_micro_batches):
+        if number == STEPS - 1 and not states:
+            before = Counter(alive)
+        if event.kind in SIGNS:
+            alive[group_of(event.storage)] += SIGNS[event.kind] * event.storage.n_bytes
+        if number == STEPS - 1:
+            states.append((segment, event, Counter(alive)))
+    return before, states
+
+
 def moments_of(config: Config) -> list[Moment]:
     """Return the moments of a resolved config's step on a CPU, after the first step.
 
     Each phase has its peak, which is that of `predict_memory`, and ends with END.
     """
-    step = marked_trace(config)
-    standing = list(step.standing)
-    for event in itertools.chain(*[segment.events for segment in step.segments]):
-        if event.kind == trace.BIRTH and event.storage.category in trace.LASTING:
-            standing.append(event.storage)
-    living = {id(storage) for storage in standing}
-    alive: Alive = Counter()
-    for storage in standing:
-        alive[group_of(storage)] += storage.n_bytes
-    moments = [Moment("forward", "", "", Counter(alive))]
-    for phase, segments in itertools.groupby(step.segments, key=lambda segment: segment.phase):
-        place, peak = len(moments), Counter(alive)
-        for event in itertools.chain(*[segment.events for segment in segments]):
-            storage = event.storage
+    before, states = states_of(marked_trace(config), 1, group_of)
+    moments = [Moment("forward", "", "", before)]
+    for phase, of_phase in itertools.groupby(states, key=lambda state: state[0].phase):
+        place, peak = len(moments), moments[-1].alive
+        for _, event, alive in of_phase:
             if event.kind == MARK:
-                moments.append(Moment(phase, event.name, event.made, Counter(alive)))
-            elif event.kind == trace.BIRTH and storage.category not in trace.LASTING:
-                living.add(id(storage))
-                alive[group_of(storage)] += storage.n_bytes
-            elif event.kind == trace.DEATH and id(storage) in living:
-                living.remove(id(storage))
-                alive[group_of(storage)] -= storage.n_bytes
+                moments.append(Moment(phase, event.name, event.made, alive))
             if alive.total() > peak.total():
-                place, peak = len(moments), Counter(alive)
+                place, peak = len(moments), alive
         moments.insert(place, Moment(phase, PEAK, "", peak))
-        moments.append(Moment(phase, END, "", Counter(alive)))
+        moments.append(Moment(phase, END, "", alive))
     return moments
 
 
@@ -289,6 +293,54 @@ def group_of(storage: trace.Storage) -> tuple[str, str]:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- window: bytes are affine in the sequences of a micro-batch, from two on
+
+SEQ_LEN = 64  # as in section 3 of notebook 02
+LARGEST = 128  # sequences: up to here no moment is missed that could be a phase's peak
+# Of the ledger's categories: a CPU has no workspaces, and float32 no cast weights.
+LACKING = (WORKSPACES, CAST_WEIGHTS)
+WINDOW = [name for name in (*plan.FIXED, *plan.VARYING) if name not in LACKING]
+MOMENTS = 14  # of each phase at least, where it has so many
+
+
+def window_config(n: int, m: int) -> Config:
+    """Return the config of n micro-batches with m sequences each, as in notebook 02."""
+    shape = {"seq_len": SEQ_LEN, "micro_batch_size": m, "tokens_per_step": n * m * SEQ_LEN}
+    model = {"model": "gpt2-nano", "steps": 1, "lr_warmup_steps": 0}
+    return load_config("configs/accumulation_config.yaml", **model, **shape)
+
+
+def bytes_in(m: int) -> dict[Part, np.ndarray]:
+    """Return {part: bytes (events, WINDOW)} of a step of 2 × m sequences."""
+    step = trace.trace_config(resolve(window_config(2, m), CPU).config, None)
+    parts: dict[Part, list[list[int]]] = {}
+    for segment, _, alive in states_of(step, 2, attrgetter("category"))[1]:
+        rows = parts.setdefault((segment.phase, segment.micro_batch), [])
+        rows.append([alive[category] for category in WINDOW])
+    return {part: np.array(rows) for part, rows in parts.items()}
+
+
+def film() -> list[dict[str, Any]]:
+    """Return the parts of a step of two micro-batches, in order: phase, micro-batch, and moments.
+
+    A moment has [bytes at 0 sequences, bytes per sequence] for each of WINDOW. The second
+    micro-batch stands for all later ones. Moments are evenly spread; those at which a phase can
+    have its peak are among them.
+    """
+    low, high = bytes_in(2), bytes_in(3)
+    parts = []
+    for (phase, micro_batch), two in low.items():
+        per_sequence = high[phase, micro_batch] - two
+        standing = two - 2 * per_sequence
+        sizes = np.arange(2, LARGEST + 1)[:, None]
+        peaks = (standing.sum(axis=1) + sizes * per_sequence.sum(axis=1)).argmax(axis=1)
+        evenly = np.linspace(0, len(two) - 1, MOMENTS).round().astype(int)
+        moments = np.stack([standing, per_sequence], axis=2)[np.union1d(evenly, peaks)]
+        part = {"phase": phase, "micro_batch": micro_batch, "moments": moments.tolist()}
+        parts.append(part)
+    return parts
 
 
 # ---- loss_scale, allreduce: gradients of the small GPT-2 on a CPU
@@ -369,21 +421,33 @@ def workers() -> dict[str, Any]:
     return {"values": base64.b64encode(values.numpy().tobytes()).decode(), "lost": lost}
 
 
+def makers() -> dict[tuple[str, str], dict[str, Callable[[], Any]]]:
+    """Return {(table, part): {row: what computes it}} of all tables."""
+    rows = [row for row in PRECISIONS.values() if not row.not_on_cpu and row.weights == "float32"]
+    all_makers = {
+        ("step", "runs"): {row.name: partial(run_of, row) for row in rows},
+        ("loss_scale", "gradients"): {
+            "all": octaves,
+            "largest": lambda: trained(64, 1, 1e-3, 30)[1],
+        },
+        ("window", "step"): {"categories": lambda: WINDOW, "film": film},
+        ("allreduce", "gradients"): {"64 workers": workers},
+        ("amdahl", "cards"): {card: partial(card_speeds, card) for card in CARDS_SHOWN},
+    }
+    plan_parts = (("phases", plan.SHAPE, phases_of), ("update", plan.STANDING, update_of))
+    for part, switches, row_of in plan_parts:
+        all_makers["plan", part] = {
+            plan.key_of(setting, switches): partial(row_of, setting)
+            for setting in plan.settings(switches)
+        }
+    return all_makers
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m benchmarks.exhibit_tables", description=__doc__)
     parser.add_argument("--again", action="store_true", help="all, not only what is missing")
     if parser.parse_args().again:
         for path in FOLDER.glob("*.json"):
             path.unlink()
-    rows = [row for row in PRECISIONS.values() if not row.not_on_cpu and row.weights == "float32"]
-    complete("step", "runs", {row.name: partial(run_of, row) for row in rows})
-    complete(
-        "loss_scale", "gradients", {"all": octaves, "largest": lambda: trained(64, 1, 1e-3, 30)[1]}
-    )
-    complete("allreduce", "gradients", {"64 workers": workers})
-    cards = {card: partial(card_speeds, card) for card in CARDS_SHOWN}
-    complete("amdahl", "cards", cards)
-    for part, switches, row_of in PLAN_PARTS:
-        settings = list(plan.settings(switches))
-        makers = {plan.key_of(one, switches): partial(row_of, one) for one in settings}
-        complete("plan", part, makers)
+    for (table, part), of_part in makers().items():
+        complete(table, part, of_part)

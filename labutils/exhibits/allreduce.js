@@ -90,9 +90,13 @@ export function exchange(stored, n, format, order, scale) {
   });
 }
 
+// The mean of the first n workers' gradients, not rounded.
+export function exactMean(workers, n) {
+  return workers[0].map((_, i) => sum(workers.slice(0, n).map((row) => row[i])) / n);
+}
+
 // The error of a mean, relative to the norm of the exact one.
-export function errorOf(mean, workers, n) {
-  const right = mean.map((_, i) => sum(workers.slice(0, n).map((row) => row[i])) / n);
+export function errorOf(mean, right) {
   const squares = sum(right.map((x, i) => (mean[i] - x) ** 2));
   return Math.sqrt(squares / sum(right.map((x) => x ** 2)));
 }
@@ -117,6 +121,7 @@ function asCount(x) {
 
 export function mount(root, data) {
   const workers = unpacked(data.gradients);
+  const exact = WORKERS.map((n) => exactMean(workers, n));
   const formats = data.formats.map(completed);
   const start = { n: 8, format: "BF16", link: "PCI Express 4.0 × 16", order: "ring" };
   const state = { ...start, parameters: data.models.gpt2, power: 0 };
@@ -153,14 +158,14 @@ export function mount(root, data) {
     for (const format of formats) {
       const stored = cast(workers, format, scale);
       results[format.name] = {};
-      for (const n of WORKERS) {
+      WORKERS.forEach((n, i) => {
         const mean = exchange(stored, n, format, state.order, scale);
         results[format.name][n] = {
-          error: errorOf(mean, workers, n),
+          error: errorOf(mean, exact[i]),
           zeros: mean.filter((x) => x === 0).length,
           beyond: mean.filter((x) => !Number.isFinite(x)).length,
         };
-      }
+      });
     }
     known = { key, results };
     return results;

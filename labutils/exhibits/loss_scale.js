@@ -122,11 +122,17 @@ export function mount(root, page) {
       histogram.text(middle, 1.05 * tallest, NAMES[fate], { anchor: "middle", dy: -8 });
       if (i) histogram.rule({ x: span[0] }, { "stroke-dasharray": "4 3" });
     });
+    const boxes = { zero: [], subnormal: [], normal: [], inf: [] };
     for (const [e, n] of sizes) {
       const at = Math.min(Math.max(e + power, from), to - 1);
-      const fill = FILLS[fateOf(1.5 * 2 ** (e + power), format)];
       const height = Math.max(n, tallest / 100);
-      histogram.bar([at + 0.1, at + 0.9], [0, height], { fill, stroke: "currentColor" });
+      boxes[fateOf(1.5 * 2 ** (e + power), format)].push([
+        [at + 0.1, at + 0.9],
+        [0, height],
+      ]);
+    }
+    for (const fate of FATES) {
+      histogram.bars(boxes[fate], { fill: FILLS[fate], stroke: "currentColor" });
     }
   }
 

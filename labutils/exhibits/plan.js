@@ -122,20 +122,25 @@ export function mount(root, data) {
   const verdict = paragraph();
   const cards = table(["GPU", "one step takes", "tokens/s"]);
   const file = make("pre", { tabindex: 0, role: "group", "aria-label": "config file" });
+  const folded = details("The config as a file: save it as configs/my_plan.yaml", file);
+  folded.ontoggle = showFile;
 
   function showBars(peaks, highest) {
     const phases = [...data.phase_names].reverse(); // the first one at the top
     const ticks = phases.map((phase, i) => [i + 0.5, phase]);
     picture.begin({ from: 0, to: 1.15 * highest }, { from: 0, to: phases.length, ticks });
-    phases.forEach((phase, row) => {
-      let left = 0;
-      peaks[phase].forEach((bytes, i) => {
-        const look = { fill: fills[i], ...EDGE };
-        if (bytes) picture.bar([left, left + bytes], [row + 0.2, row + 0.8], look);
-        left += bytes;
+    const ends = phases.map(() => 0);
+    fills.forEach((fill, i) => {
+      const boxes = [];
+      phases.forEach((phase, row) => {
+        const bytes = peaks[phase][i];
+        const across = [ends[row], ends[row] + bytes];
+        if (bytes) boxes.push([across, [row + 0.2, row + 0.8]]);
+        ends[row] += bytes;
       });
-      picture.text(left, row + 0.5, gib(left), { dx: 4 });
+      picture.bars(boxes, { fill, ...EDGE });
     });
+    ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
   }
 
   function showCards() {
@@ -182,7 +187,11 @@ export function mount(root, data) {
     ]);
     bytesTable.show([...rows, ["sum", ...data.phase_names.map((name) => gib(sum(peaks[name])))]]);
     showCards();
-    file.textContent = yaml(data, state.setting, state.batch);
+    showFile();
+  }
+
+  function showFile() {
+    if (folded.open) file.textContent = yaml(data, state.setting, state.batch);
   }
 
   root.append(
@@ -193,7 +202,7 @@ export function mount(root, data) {
     bytesTable.element,
     verdict,
     cards.element,
-    details("The config as a file: save it as configs/my_plan.yaml", file),
+    folded,
     paragraph(
       "All numbers are predicted; bytes are those of an A100. One step is one micro-batch, " +
         "without dropout. Batches of 1, 8 and 64 were predicted; between them a straight line is " +

@@ -6,6 +6,9 @@ They compute with the same numbers as the cells; no kernel and no network are ne
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from labutils.config.choices import MODELS, NO_AUTOCAST, PRECISIONS, WITH_BF16
 from labutils.exhibits.exhibit import (
@@ -19,7 +22,6 @@ from labutils.exhibits.exhibit import (
 )
 from labutils.exhibits.plan_data import plan as plan
 from labutils.exhibits.seeds_data import seeds as seeds
-from labutils.exhibits.window_data import window as window
 from labutils.files import runs_dir, write_atomically
 from labutils.memory.ledger import MIB
 from labutils.plotting import CATEGORY_LOOKS, curves, steps
@@ -162,6 +164,38 @@ def step(precision: str = "fp16") -> Exhibit:
         curves(lines, "moment of the step", "alive"),
         f"A step in {precision} has at most {in_16_bits:.1f} MiB in 16 bits, and {peak:.1f} in all",
     )
+
+
+# ---- A window of micro-batches
+
+
+def window() -> Exhibit:
+    """Return an exhibit: scrub through the memory of n × m sequences, and weigh unequal ones.
+
+    Bytes are those of the ledger, of a small GPT-2 on a CPU, for any number of sequences.
+    """
+    table = table_of("window")["step"]
+    film, sizes = table["film"], (2, 4, 8, 16, 32)
+    at_once = [part for part in film if part["micro_batch"] != 1]
+    lines = {
+        "one batch": {m: peak_mib(at_once, m) for m in sizes},
+        "micro-batches of 2": {m: peak_mib(film, 2) for m in sizes},
+    }
+    ends = [line[32] for line in lines.values()]
+    return make_exhibit(
+        "window",
+        "A window of micro-batches",
+        "Scrub through one optimizer step: activations come and go, gradients stay.",
+        {"film": film, "looks": looks_of(table["categories"])},
+        curves(lines, "sequences per optimizer step", "predicted peak, MiB", log2_ticks=sizes),
+        f"32 sequences take {ends[0]:.0f} MiB in one batch, {ends[1]:.0f} MiB in 16 micro-batches",
+    )
+
+
+def peak_mib(parts: list[dict[str, Any]], m: int) -> float:
+    """Return the predicted peak of parts of the film, with m sequences in a micro-batch."""
+    bytes_of = [np.array(part["moments"]).sum(axis=1) @ (1, m) for part in parts]
+    return max(moments.max() for moments in bytes_of) / MIB
 
 
 # ---- Real gradients

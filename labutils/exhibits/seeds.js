@@ -57,7 +57,7 @@ export function mount(root, data) {
   function rowOf([arm, words]) {
     const losses = at(data.loss, arm);
     const finite = losses.filter(Number.isFinite);
-    const spread = finite.length > 1 ? ` ± ${short(sigma(finite), 2)}` : "";
+    const spread = finite.length > 1 ? `\u00a0±\u00a0${short(sigma(finite), 2)}` : "";
     const loss = finite.length ? `${short(mean(finite), 5)}${spread}` : "none is finite";
     const skipped = short(mean(at(data.skipped, arm)), 3);
     return [words, loss, skipped, `${losses.length - finite.length} of ${losses.length}`];

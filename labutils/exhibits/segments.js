@@ -129,12 +129,16 @@ export function mount(root, data) {
     state.keep = isOn;
     show();
   });
-  const boxes = make("div", {
-    class: "layers",
-    role: "toolbar",
-    "aria-label": "where segments begin",
-    onkeydown: move,
-  });
+  const boxes = make(
+    "div",
+    {
+      class: "layers",
+      role: "toolbar",
+      "aria-label": "where segments begin",
+      onkeydown: move,
+    },
+    make("span", { class: "layer" }, "1"),
+  );
   const picture = chart("what is alive at each instant", { height: 230 });
   const hatched = pattern(picture.svg, "var(--sky)", "//");
   const sentence = paragraph();
@@ -144,22 +148,29 @@ export function mount(root, data) {
   const folded = details("every instant as a table", instants.element);
   folded.ontoggle = () => show();
 
-  // Boxes of layers, and between them the buttons; made again only where L changes.
+  // Boxes of layers, and between them the buttons; only those that L changes are made or removed.
   function makeBoxes() {
-    boxes.replaceChildren();
-    for (let i = 1; i <= state.layers; i += 1) {
-      boxes.append(make("span", { class: "layer" }, String(i)));
-      if (i === state.layers) break;
-      const cut = button("", () => toggle(i));
-      cut.className = "cut";
-      cut.tabIndex = i === 1 ? 0 : -1;
-      cut.setAttribute("aria-label", `segment boundary between layers ${i} and ${i + 1}`);
-      cut.onfocus = () => {
-        for (const other of boxes.querySelectorAll("button")) other.tabIndex = -1;
-        cut.tabIndex = 0;
-      };
-      boxes.append(cut);
+    while (boxes.children.length > 2 * state.layers - 1) boxes.lastChild.remove();
+    for (let i = (boxes.children.length + 1) / 2; i < state.layers; i += 1) {
+      boxes.append(cutAfter(i), make("span", { class: "layer" }, String(i + 1)));
     }
+    takeFocus(boxes.querySelector("button"));
+  }
+
+  function cutAfter(i) {
+    const cut = button("", () => toggle(i));
+    cut.className = "cut";
+    cut.tabIndex = -1;
+    cut.setAttribute("aria-label", `segment boundary between layers ${i} and ${i + 1}`);
+    cut.onfocus = () => takeFocus(cut);
+    return cut;
+  }
+
+  // The tab key leads to one of the buttons, arrow keys to the others.
+  function takeFocus(cut) {
+    const before = boxes.querySelector('button[tabindex="0"]');
+    if (before) before.tabIndex = -1;
+    cut.tabIndex = 0;
   }
 
   function move(event) {
@@ -196,22 +207,21 @@ export function mount(root, data) {
   function showChart(now) {
     const n = now.instants.length;
     const every = Math.ceil(n / 18);
-    const isLabelled = ({ segment }, i) => segment && (n - 1 - i) % every === 0;
-    const ticks = now.instants.map(({ segment }, i) => [
-      i + 0.5,
-      isLabelled({ segment }, i) ? segment : "",
-    ]);
+    const ticks = now.instants
+      .map(({ segment }, i) => [i + 0.5, segment])
+      .filter(([, segment], i) => segment && (n - 1 - i) % every === 0);
     const title = "end of forward, then backward from the last segment to the first";
     picture.begin(
       { from: 0, to: n, ticks, title },
       { from: 0, to: 1.2 * now.peak, title: "inputs" },
     );
-    now.instants.forEach(({ inputs, inside }, i) => {
-      const span = [i + 0.04, i + 0.96];
-      const fill = state.keep && i < 2 ? "var(--sky)" : hatched;
-      picture.bar(span, [0, inputs], { fill: "var(--orange)", ...EDGE });
-      picture.bar(span, [inputs, inputs + inside], { fill, ...EDGE });
-    });
+    const span = (i) => [i + 0.04, i + 0.96];
+    const below = now.instants.map(({ inputs }, i) => [span(i), [0, inputs]]);
+    const above = now.instants.map(({ inputs, inside }, i) => [span(i), [inputs, inputs + inside]]);
+    const nKept = state.keep ? 2 : 0; // the end of forward, and backward through the last segment
+    picture.bars(below, { fill: "var(--orange)", ...EDGE });
+    picture.bars(above.slice(0, nKept), { fill: "var(--sky)", ...EDGE });
+    picture.bars(above.slice(nKept), { fill: hatched, ...EDGE });
     const look = { stroke: "var(--vermilion)", "stroke-width": 2, "stroke-dasharray": "6 4" };
     picture.rule({ y: now.peak }, look);
     picture.text(0, now.peak, `peak: ${short(now.peak)} inputs`, { dy: -6 });

@@ -12,7 +12,7 @@ export function short(x, digits = 4) {
   return String(Number(x.toPrecision(digits)));
 }
 
-export const percent = (share) => `${short(100 * share, 3)} %`;
+export const percent = (share) => `${short(100 * share, 3)}\u00a0%`; // never on two lines
 export const whole = (n) => n.toLocaleString("en"); // with commas between thousands
 
 export function superscript(n) {
@@ -197,11 +197,14 @@ export function swatch(colour, hatch) {
 export const EDGE = { stroke: "currentColor", "stroke-width": 0.6 };
 
 // Axes and what is drawn on them, in the units of the numbers. Each `begin` clears it and takes
-// two axes: { from, to, ticks: [[value, text]], title }. A chart is 480 units wide.
+// two axes: { from, to, ticks: [[value, text]], title }. They are drawn again only where they
+// changed. A chart is 480 units wide.
 export function chart(label, { height = 260, left = 56, right = 12, top = 12, bottom = 40 } = {}) {
   const width = 480;
   const svg = draw(null, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   svg.setAttribute("aria-label", label);
+  const axes = draw(svg, "g");
+  const marks = draw(svg, "g");
   let horizontal, vertical;
   const place = (value, { from, to }, start, end) =>
     start + ((end - start) * (value - from)) / (to - from);
@@ -210,14 +213,15 @@ export function chart(label, { height = 260, left = 56, right = 12, top = 12, bo
   const plain = { stroke: "currentColor" };
 
   function text(across, up, words, { dx = 0, dy = 4, anchor = "start", ...look } = {}) {
-    draw(svg, "text", { x: x(across) + dx, y: y(up) + dy, "text-anchor": anchor, ...look }, words);
+    const at = { x: x(across) + dx, y: y(up) + dy, "text-anchor": anchor };
+    draw(marks, "text", { ...at, ...look }, words);
   }
 
   // A line through the whole chart, at one value of an axis: { x } or { y }.
   function rule(at, look = {}) {
     const [x1, x2] = "x" in at ? [x(at.x), x(at.x)] : [left, width - right];
     const [y1, y2] = "y" in at ? [y(at.y), y(at.y)] : [top, height - bottom];
-    return draw(svg, "line", { x1, x2, y1, y2, ...plain, ...look });
+    return draw(marks, "line", { x1, x2, y1, y2, ...plain, ...look });
   }
 
   // The one upright line that moves while the rest stays.
@@ -227,50 +231,73 @@ export function chart(label, { height = 260, left = 56, right = 12, top = 12, bo
     cursor = rule({ x: at }, look);
   }
 
+  // A path through points; of a level or upright piece only one number is written.
+  function through(points) {
+    const pieces = points.map(([across, up], i) => {
+      const [lastAcross, lastUp] = points[i - 1] ?? [];
+      if (across === lastAcross) return `V${y(up).toFixed(2)}`;
+      if (up === lastUp) return `H${x(across).toFixed(2)}`;
+      return `${i ? "L" : "M"}${x(across).toFixed(2)} ${y(up).toFixed(2)}`;
+    });
+    return pieces.join("");
+  }
+
   function line(points, look = {}) {
-    const pairs = points.map(([across, up]) => `${x(across).toFixed(2)},${y(up).toFixed(2)}`);
-    draw(svg, "polyline", { points: pairs.join(" "), fill: "none", ...plain, ...look });
+    draw(marks, "path", { d: through(points), fill: "none", ...plain, ...look });
   }
 
   function area(points, look) {
-    const pairs = points.map(([across, up]) => `${x(across).toFixed(2)},${y(up).toFixed(2)}`);
-    draw(svg, "polygon", { points: pairs.join(" "), ...look });
+    draw(marks, "path", { d: `${through(points)}Z`, ...look });
   }
 
-  function bar([fromX, toX], [fromY, toY], look) {
-    const size = { width: x(toX) - x(fromX), height: y(fromY) - y(toY) };
-    draw(svg, "rect", { x: x(fromX), y: y(toY), ...size, ...look });
+  // Boxes of one look, each [from, to] of both axes: as one path, which is drawn faster.
+  function bars(boxes, look) {
+    const paths = boxes.map(([[fromX, toX], [fromY, toY]]) => {
+      const [x1, x2, y1, y2] = [x(fromX), x(toX), y(fromY), y(toY)].map((at) => at.toFixed(2));
+      return `M${x1} ${y1}H${x2}V${y2}H${x1}Z`;
+    });
+    if (paths.length) draw(marks, "path", { d: paths.join(""), ...look });
   }
+
+  const bar = (across, up, look) => bars([[across, up]], look);
 
   function dot(across, up, look = {}) {
-    draw(svg, "circle", { cx: x(across), cy: y(up), r: 5, ...plain, ...look });
+    draw(marks, "circle", { cx: x(across), cy: y(up), r: 5, ...plain, ...look });
   }
 
   // A mark of a shape, [dx, dy] from corner to corner.
   function mark(across, up, corners, look) {
     const path = corners.map(([dx, dy]) => `${x(across) + dx},${y(up) + dy}`).join(" ");
-    draw(svg, "polygon", { points: path, ...plain, ...look });
+    draw(marks, "polygon", { points: path, ...plain, ...look });
   }
 
+  let drawn = ""; // the axes that stand
   function begin(newHorizontal, newVertical) {
     [horizontal, vertical] = [newHorizontal, newVertical];
-    for (const child of [...svg.children]) if (child.tagName !== "pattern") child.remove();
-    for (const [value, words] of horizontal.ticks ?? []) {
-      text(value, vertical.from, words, { dy: 17, anchor: "middle" });
+    marks.replaceChildren();
+    const across = (horizontal.ticks ?? []).map(([value, words]) => [x(value), words]);
+    const up = (vertical.ticks ?? []).map(([value, words]) => [y(value), words]);
+    const titles = [horizontal.title ?? "", vertical.title ?? ""];
+    const wanted = JSON.stringify([across, up, titles]);
+    if (wanted === drawn) return;
+    drawn = wanted;
+    axes.replaceChildren();
+    const middle = { "text-anchor": "middle" };
+    const [x1, x2, bottomLine] = [left, width - right, height - bottom];
+    for (const [at, words] of across) {
+      draw(axes, "text", { x: at, y: bottomLine + 17, ...middle }, words);
     }
-    for (const [value, words] of vertical.ticks ?? []) {
-      text(horizontal.from, value, words, { dx: -6, anchor: "end" });
-      rule({ y: value }, { opacity: 0.15 });
+    for (const [at, words] of up) {
+      draw(axes, "text", { x: left - 6, y: at + 4, "text-anchor": "end" }, words);
+      draw(axes, "line", { x1, x2, y1: at, y2: at, ...plain, opacity: 0.15 });
     }
-    rule({ y: vertical.from });
-    const middle = (left + width - right) / 2;
-    const under = { x: middle, y: height - 4, "text-anchor": "middle" };
-    draw(svg, "text", under, horizontal.title ?? "");
-    const turned = `translate(12 ${(top + height - bottom) / 2}) rotate(-90)`;
-    draw(svg, "text", { transform: turned, "text-anchor": "middle" }, vertical.title ?? "");
+    draw(axes, "line", { x1, x2, y1: bottomLine, y2: bottomLine, ...plain });
+    draw(axes, "text", { x: (x1 + x2) / 2, y: height - 4, ...middle }, titles[0]);
+    const turned = `translate(12 ${(top + bottomLine) / 2}) rotate(-90)`;
+    draw(axes, "text", { transform: turned, ...middle }, titles[1]);
   }
 
-  return { svg, begin, text, rule, point, line, area, bar, dot, mark };
+  return { svg, begin, text, rule, point, line, area, bar, bars, dot, mark };
 }
 
 export const DIAMOND = [

@@ -187,17 +187,21 @@ export function mount(root, data) {
     fills[group] ??= pattern(bar.svg, colourOf(group), hatchOf(group));
     swatches[group] ??= swatch(colourOf(group), hatchOf(group));
   }
+  let seen = []; // which groups of the run have bytes to show
+  let titles = []; // their names in the table
   const copiesText = paragraph();
 
   // Groups that have bytes to show: [group, bytes now, bytes more than a moment before].
   function shown() {
     const book = books[state.name];
     const [now, before] = [book[state.moment], book[Math.max(state.moment - 1, 0)]];
-    const rows = runs[state.name].groups.map((group, g) => [group, now[g], now[g] - before[g]]);
-    return rows.filter((_, g) => book.some((bytes) => bytes[g] >= SEEN));
+    return seen.map((g) => [runs[state.name].groups[g], now[g], now[g] - before[g]]);
   }
 
+  let codeOfPhase = null;
   function showCode(phase) {
+    if (phase === codeOfPhase) return;
+    codeOfPhase = phase;
     const lines = codeOf(runs[state.name]).map(([its, text]) => {
       const isNow = its === phase;
       const line = `${isNow ? "▶ " : "  "}${text}\n`;
@@ -251,8 +255,7 @@ export function mount(root, data) {
     const cells = shown().map(([group, bytes, change], i) => {
       const sign = change > 0 ? "+" : "−";
       const text = Math.abs(change) < SEEN ? "" : `${sign}${mib(Math.abs(change))}`;
-      const title = make("span", {}, swatches[group], `${i + 1} ${nameOf(group)}`);
-      return [title, group[1], mib(bytes), text];
+      return [titles[i], group[1], mib(bytes), text];
     });
     rows.show([...cells, ["all", "", mib(sum(books[state.name][state.moment])), ""]]);
   }
@@ -269,6 +272,12 @@ export function mount(root, data) {
     if (runs[state.name].scaler) spots.push(["unscale", phases.indexOf("unscale")]);
     if (copies) spots.push(["first 16-bit copy", copies.first], ["last copy is gone", copies.gone]);
     spots.sort(([, a], [, b]) => a - b);
+    const { groups } = runs[state.name];
+    seen = [...groups.keys()].filter((g) => book.some((bytes) => bytes[g] >= SEEN));
+    titles = seen.map((g, i) =>
+      make("span", {}, swatches[groups[g]], `${i + 1} ${nameOf(groups[g])}`),
+    );
+    showCode("");
     showCourse();
     places.replaceChildren(jumps("Jump to", spots, go).element);
     moment.limit(book.length - 1);

@@ -131,10 +131,12 @@ export function mount(root, data) {
     const ticks = startsOf(all);
     const levels = [0, highest(all)].map((total) => [total, mib(total)]);
     picture.begin({ from: 0, to: all.length, ticks }, { from: 0, to: ceiling, ticks: levels });
-    let below = all.map(() => 0);
+    let totals = all.map(() => 0);
+    let below = stepsOf(totals);
     fills.forEach((fill, k) => {
-      const above = below.map((level, i) => level + all[i].bytes[k]);
-      picture.area([...stepsOf(above), ...stepsOf(below).reverse()], { fill, ...EDGE });
+      totals = totals.map((level, i) => level + all[i].bytes[k]);
+      const above = stepsOf(totals);
+      picture.area([...above, ...below.reverse()], { fill, ...EDGE });
       below = above;
     });
     picture.text(0, ceiling, title, { dy: -8 });

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from labutils.exhibits.exhibit import page, program
+from labutils.exhibits.exhibit import program
 
 NODE_MODULES = Path(__file__).parent / "node_modules"
-# Numbers that JSON lacks come back as {"$": their text}.
+# Numbers that JSON lacks come back as Python's json reads them: NaN, Infinity.
 RESULT = """
-const lacking = (key, x) => typeof x === "number" && !Number.isFinite(x) ? {$: String(x)} : x;
-process.stdout.write(JSON.stringify(({call})(...{arguments}), lacking));
+const marked = (key, x) => typeof x === "number" && !Number.isFinite(x) ? `$${x}` : x;
+const text = JSON.stringify(({call})(...{arguments}), marked);
+process.stdout.write(text.replace(/"\\$(.*?)"/g, "$1"));
 """
 
 
@@ -37,18 +38,13 @@ def node() -> Callable:
     """Return a function that calls JavaScript in the program of an exhibit, without a page."""
     command = [needed(shutil.which("node"), "apt-get install nodejs"), "-"]
 
-    def number(pairs: dict) -> object:
-        return float(pairs["$"]) if "$" in pairs else pairs
-
-    def whole(text: str) -> int:  # exactly the number that node has: not all of its digits are
-        return int(float(text))
-
     def call(name: str, function: str, *arguments: object) -> object:
         text = RESULT.replace("{call}", function).replace("{arguments}", json.dumps(arguments))
         script = program(name) + text
-        done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
-        assert not done.returncode, done.stderr
-        return json.loads(done.stdout, object_hook=number, parse_int=whole)
+        answer = subprocess.run(
+            command, input=script, stdout=subprocess.PIPE, text=True, check=True
+        )
+        return json.loads(answer.stdout, parse_int=float)  # whole numbers as node has them
 
     return call
 
@@ -71,31 +67,17 @@ def browser() -> Iterator:
 
 
 @pytest.fixture
-def visit(browser):
-    """Return a function that opens a file; afterwards nothing may have been asked of a network."""
+def visit(browser, tmp_path):
+    """Return a function that opens a page; afterwards nothing may have been asked of a network."""
 
-    def open_file(path: Path, width: int = 1200):
-        browser.get_log("browser")
-        browser.get_log("performance")
+    def open_page(text: str, width: int = 1200) -> None:
+        path = tmp_path / "page.html"
+        path.write_text(text, encoding="utf-8")
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get(path.as_uri())
 
-    yield open_file
+    yield open_page
     assert browser.get_log("browser") == []  # neither errors nor warnings
-    asked = [entry["message"] for entry in browser.get_log("performance")]
-    sent = [message for message in asked if '"Network.requestWillBeSent"' in message]
-    assert not [message for message in sent if '"url":"http' in message]
-
-
-@pytest.fixture
-def show(browser, visit, tmp_path):
-    """Return a function that opens an exhibit's page and gives its root element."""
-
-    def open_page(exhibit, width: int = 1200):
-        path = tmp_path / "page.html"
-        path.write_text(page(exhibit.title, [exhibit]), encoding="utf-8")
-        visit(path, width)
-        return browser.find_element("css selector", "[data-exhibit]")
-
-    return open_page
+    log = [entry["message"] for entry in browser.get_log("performance")]
+    assert not [message for message in log if '"url":"http' in message]
