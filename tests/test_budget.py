@@ -17,10 +17,10 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (50_800, 8_220),
-    "tests": (47_400, 6_960),
+    "labutils": (48_200, 7_930),
+    "tests": (41_300, 6_190),
 }
-PAGE_LINES = 3_220  # HTML, JavaScript, CSS and templates in labutils/
+PAGE_LINES = 3_290  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 2_800  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
@@ -91,4 +91,4 @@ def benchmark_files() -> list[Path]:
 
 def test_benchmarks_stay_within_the_budget():
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in benchmark_files())
-    assert lines <= 1_000, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 1_060, f"{lines:,} code lines in benchmarks/"
