@@ -206,8 +206,8 @@ export function mount(root, data) {
     paragraph(
       "All numbers are predicted; bytes are those of an A100. One step is one micro-batch, " +
         "without dropout. Batches of 1, 8 and 64 were predicted; between them a straight line is " +
-        "drawn. A test finds up to 3 % between such a line's peak and its own prediction, 9 % for " +
-        "cards and times. FP16 needs as many bytes as BF16; a T4 has no BF16.",
+        "drawn. Tests find up to 6 % between such a line's peak and its own prediction, 12 % for " +
+        "cards, and 8 % for times. FP16 needs as many bytes as BF16; a T4 has no BF16.",
     ),
   );
   show();

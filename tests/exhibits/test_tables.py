@@ -50,7 +50,8 @@ def test_the_page_is_near_the_predictions(node, settings, batches):
                     assert list(shown.values()) == pytest.approx(in_ratio), (setting, batch, card)
     errors = {name: np.abs(np.array(values) - 1).max() for name, values in ratios.items()}
     print(errors)
-    assert errors["peak"] <= 0.05 and errors["needed"] <= 0.12 and errors["ms"] <= 0.12
+    # what the page says of itself
+    assert errors["peak"] <= 0.06 and errors["needed"] <= 0.125 and errors["ms"] <= 0.08
 
 
 @pytest.mark.parametrize(
