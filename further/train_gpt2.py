@@ -213,7 +213,7 @@ for step in range(steps):
         start = time.perf_counter()
 
 # ---- What came of it
-tokens_per_s = (steps - 1) * config["tokens_per_step"] / (time.perf_counter() - start)
+tokens_per_s = (steps - 1 or math.nan) * config["tokens_per_step"] / (time.perf_counter() - start)
 model.eval()  # without dropout
 with torch.no_grad(), torch.autocast(device, dtype=amp_dtype, enabled=uses_amp):
     total = sum(float(loss_sum(rows.to(device))) for rows in held_out.split(micro_batch_size))

@@ -67,6 +67,8 @@ def accumulation_control(answer: tuple[dict, dict]) -> Problem:
 
     A run is {"n", "m", "rate", "tokens", "seeds"}: a window of n micro-batches with m sequences.
     """
+    if isinstance(answer, dict):
+        return "this is one run; the answer is two: (run_a, run_b)."
     problems = {
         "n": "both runs accumulate equally, so they cannot show what accumulation does.",
         "batch": "their batches differ, so the size of the batch could be the cause. Accumulation "

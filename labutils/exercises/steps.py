@@ -81,6 +81,7 @@ def candidates(
     return {
         None: clipped(whole, max_norm),
         "the gradients are not clipped.": whole,
+        "the gradients were cleared before the step.": torch.zeros_like(whole),
         "clipped after every micro-batch: parts of the window are cut before they are added.": (
             clipped_each_time
         ),

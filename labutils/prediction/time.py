@@ -131,7 +131,7 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
     Raises ConfigError if the config cannot run there, and PrecisionUnsupported if the device lacks
     what it asks for.
 
-    The error on the 70 steps of `lab.published()`, to which no constant was fitted: 6 % in the
+    The error on the 70 rows of `lab.published()`, to which no constant was fitted: 6 % in the
     median, -1 % in the mean, from 32 % too fast to 17 % too slow; 69 lie in the band. Without what
     was measured on their card: 11 % in the median, from 36 % too fast to 53 % too slow.
     """
