@@ -60,6 +60,7 @@ def test_running_a_section_again_leaves_an_early_guess_early():
     "given",
     [
         {"value": "half"},
+        {"value": "16"},
         {"value": True},
         {"value": float("nan")},
         {"low": 1},
@@ -70,6 +71,11 @@ def test_running_a_section_again_leaves_an_early_guess_early():
 def test_what_is_no_guess_is_refused_in_words(given):
     with pytest.raises(ValueError, match="peak: "):
         guesses.guess("peak", "peak", **given)
+
+
+def test_a_decimal_comma_is_refused_in_words():
+    with pytest.raises(ValueError, match=r"peak: give one number \(1\.5, not 1,5\)"):
+        guesses.guess("peak", "peak", 1, 5)
 
 
 def test_an_answer_to_nothing_names_what_there_is():
