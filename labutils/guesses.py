@@ -55,21 +55,22 @@ def guess(
     name: str,
     what: str,
     value: float | None = None,
-    *,
+    *more: object,
     low: float | None = None,
     high: float | None = None,
 ) -> Guess:
     """Take a guess: a number, or a range `low=…, high=…`. Without either the cell does nothing.
 
     `what` says in words, with its unit, what is guessed. A guess that comes after the result is
-    taken too, and `scores` says so. Raises ValueError for what is not a number or not a range.
+    taken too, and `scores` says so. Raises ValueError for what is not a number or not a range, and
+    for `more` than a number: what a decimal comma makes of it.
     """
     given = (value, low, high)
     for number in given:
-        if number is not None and (isinstance(number, bool) or not _is_finite(number)):
+        if number is not None and (isinstance(number, bool | str) or not _is_finite(number)):
             raise ValueError(f"{name}: a guess is a number, or low=… and high=…; got {number!r}")
-    if value is not None and (low is not None or high is not None):
-        raise ValueError(f"{name}: give one number, or low=… and high=…, not both")
+    if more or (value is not None and (low is not None or high is not None)):
+        raise ValueError(f"{name}: give one number (1.5, not 1,5), or low=… and high=…")
     if (low is None) != (high is None):
         raise ValueError(f"{name}: a range needs both ends, low=… and high=…")
     if low is not None and low > high:

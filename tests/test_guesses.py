@@ -59,7 +59,7 @@ def test_running_a_section_again_leaves_an_early_guess_early():
 @pytest.mark.parametrize(
     "given",
     [
-        {"value": "half"},
+        {"value": "16"},
         {"value": True},
         {"value": float("nan")},
         {"low": 1},

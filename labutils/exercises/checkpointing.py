@@ -39,28 +39,28 @@ def swiglu_kept(width: int, answer: int) -> Problem:
 @exercise(
     "Count the forward pass first. Then ask of each block: are the results inside it there "
     "when backward arrives?",
-    "A unit keeps its input only. What must run before backward can go through the unit's "
+    "A segment keeps its input only. What must run before backward can go through the segment's "
     "first block?",
-    "Does the unit in which backward begins differ from the others, or is it treated as they are?",
+    "Backward begins in the last segment. Is this one treated as the others are?",
 )
-def block_runs(n_layer: int, unit: int, answer: int) -> Problem:
+def block_runs(n_layer: int, size: int, answer: int) -> Problem:
     """Check how often a block's forward runs in one step.
 
-    The model has `n_layer` blocks, checkpointed in units of `unit`.
+    The model has `n_layer` blocks, checkpointed in segments of `size` blocks.
     """
-    n_units = n_layer // unit
+    n_segments = n_layer // size
     misconceptions = {
-        n_layer: "that is the step without checkpointing. What does backward find inside a unit?",
-        n_layer + n_units: (
-            "each unit is computed again, not one block of each: only the unit's input is kept."
+        n_layer: "that is a step without checkpoints. What does backward find inside a segment?",
+        n_layer + n_segments: (
+            "each segment is computed again, not one block of each: only its input is kept."
         ),
-        2 * n_layer - unit: (
-            "saving the last unit is possible, but a checkpointed unit is computed again wherever "
-            "it stands."
+        2 * n_layer - size: (
+            "the last segment could be kept, but a checkpointed segment is computed again "
+            "wherever it stands."
         ),
         2: "that is one block's count; there are more blocks.",
-        2 * n_layer - n_units: (
-            "a unit's first block is computed again too: kept is what goes in, not what comes out."
+        2 * n_layer - n_segments: (
+            "a segment's first block runs again too: kept is what goes in, not what comes out."
         ),
         3 * n_layer: "backward costs as much as two forward passes, but it is not one.",
         2 * n_layer: None,

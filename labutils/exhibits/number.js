@@ -194,7 +194,10 @@ export function mount(root, data) {
       (i) => shown[i] === format,
     );
     const name = isOwn ? "Your format" : state.name;
-    sentence.textContent = `${name} stores ${short(stored, 9)}: ${kindOf(stored, format)}.`;
+    const isTypo = Number.isNaN(x) && !/nan/i.test(state.text);
+    sentence.textContent = isTypo
+      ? "This is no number. Write one such as 1.5 or 1e-5, or inf, or nan."
+      : `${name} stores ${short(stored, 9)}: ${kindOf(stored, format)}.`;
   }
 
   root.append(

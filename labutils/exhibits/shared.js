@@ -309,12 +309,13 @@ export const DIAMOND = [
 
 // ---- A page
 
-// Bring every still of this exhibit to life. `mount` returns a function for its sentence, which is
-// announced once when a control has been set: not at each step of a slider.
+// Bring every still to life. `mount` returns a function for its sentence, announced when a control
+// is set, not at a slider's steps. Without lmSuppressShortcuts JupyterLab takes the arrow keys.
 export function start(name, mount, data, style) {
   for (const root of document.querySelectorAll(`[data-exhibit="${name}"]:not([data-live])`)) {
     root.setAttribute("data-live", "");
     root.replaceChildren(make("style", {}, style));
+    root.addEventListener("focusin", ({ target }) => (target.dataset.lmSuppressShortcuts = ""));
     const sentence = mount(root, data);
     const status = make("p", { role: "status", class: "unseen" });
     root.append(status);

@@ -66,6 +66,7 @@ def test_it_lives_on_a_narrow_screen_and_says_what_each_slider_is_at(name, visit
         browser.execute_script(MOVE, root, slider)
         *lowest, silent = browser.execute_script(SPOKEN, root, slider)
         slider.send_keys(Keys.END)
+        assert slider.get_dom_attribute("data-lm-suppress-shortcuts") == ""  # keys stay, in Jupyter
         *highest, announced = browser.execute_script(SPOKEN, root, slider)
         assert lowest[0] == lowest[1] != highest[0] == highest[1], slider.accessible_name
         assert announced and not silent  # once it is set, not while it moves

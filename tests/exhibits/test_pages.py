@@ -28,6 +28,7 @@ def test_a_notebooks_page_asks_for_nothing_and_fits_a_narrow_screen(path, visit,
     assert browser.find_elements("css selector", "[data-exhibit][data-live]")  # and all live
     assert not browser.find_elements("css selector", "[data-exhibit]:not([data-live])")
     assert "$$" not in "".join(browser.execute_script(PROSE))
+    assert not browser.find_elements("css selector", "img[alt^='No description']")
 
 
 def test_formulas_are_drawn_and_links_lead_to_pages(visit, browser):

@@ -113,7 +113,7 @@ SOLUTIONS = {
         given=(12, 3),
         right=[24],
         wrong={
-            "without checkpointing": 12,
+            "without checkpoints": 12,
             "not one block of each": 16,
             "wherever it stands": 21,
             "what goes in": 20,
