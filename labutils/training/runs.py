@@ -137,6 +137,10 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
         hint = did_you_mean(source, names, cutoff=0.4)
         problem = f"no run {source!r} in {runs_dir()}.{hint} `{program()} runs` lists them"
         raise RecordError(problem)
+    return _read(path)
+
+
+def _read(path: Path) -> RunRecord:
     try:
         return RunRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -155,7 +159,7 @@ def find_runs() -> tuple[list[RunRecord], list[str]]:
     records, damaged = [], []
     for path in _record_files():
         try:
-            records.append(load_record(path))
+            records.append(_read(path))
         except RecordError as error:
             damaged.append(str(error))
     return records, damaged
@@ -168,7 +172,7 @@ def find_equal(planned: RunRecord) -> RunRecord | None:
     """
     for path in reversed(_record_files(planned.name)):
         with suppress(RecordError):  # `find_runs` names it
-            other = load_record(path)
+            other = _read(path)
             is_whole = other.outcome == "completed" and other.steps_planned == planned.steps_planned
             if is_whole and other.identity == planned.identity:
                 return other
