@@ -203,8 +203,8 @@ def run_config(
     run = replace(run, steps=accelerated.from_first(run.steps))  # by a noisy probe
     require_equal_shares(run.config, resume)
     data = build_data(run.config)
-    record = planned_record(config, run, device, data)
-    saver = Saver(config.name, config.save_every)
+    record = planned_record(run, device, data)
+    saver = Saver(record.name, run.config.save_every)
     saver.plan(record.identity, resume)
     is_new = rerun or saver.done
     known = None if is_new else accelerated.from_first(find_equal(record))
@@ -220,7 +220,7 @@ def run_config(
     if saver.done:
         record.environment["resumed"] = f"after step {saver.done}"
     if progress:
-        announce(config, run, device, saver)
+        announce(run, device, saver)
     try:
         with (
             expandable_segments(run.config.expandable_segments, device),
@@ -274,7 +274,7 @@ def require_equal_shares(config: Config, resume: bool) -> None:
         )
 
 
-def planned_record(config: Config, run: Run, device: torch.device, data: Data) -> RunRecord:
+def planned_record(run: Run, device: torch.device, data: Data) -> RunRecord:
     """Return the record that a run will fill."""
     run_id, created = new_id()
     environment = machine.environment(device) | {"commit": commit()}
@@ -283,8 +283,8 @@ def planned_record(config: Config, run: Run, device: torch.device, data: Data) -
     return RunRecord(
         id=run_id,
         created=created,
-        name=config.name,
-        note=config.note,
+        name=run.config.name,
+        note=run.config.note,
         config=run.config.model_dump(exclude={"when_cpu", "overrides"}),
         environment=environment,
         corpus=data.corpus.digest,
@@ -294,19 +294,19 @@ def planned_record(config: Config, run: Run, device: torch.device, data: Data) -
     )
 
 
-def announce(config: Config, run: Run, device: torch.device, saver: Saver) -> None:
+def announce(run: Run, device: torch.device, saver: Saver) -> None:
     """Print each value that is not of the main part of the file, and where a run begins."""
-    lines = list(run.changes)
+    config, lines = run.config, list(run.changes)
     missing = without_expandable_segments()
     if config.expandable_segments and missing and device.type == "cuda":
         lines.append(
             f"expandable_segments: {missing}, so torch's default allocator runs: "
             "it needs more memory"
         )
-    if run.steps != run.config.steps:
-        lines.append(f"steps = {run.steps} (not {run.config.steps}: {run.reason})")
-    if COMPILE_MODES[run.config.compile].is_on:
-        mode = f"compile: {run.config.compile}"
+    if run.steps != config.steps:
+        lines.append(f"steps = {run.steps} (not {config.steps}: {run.reason})")
+    if COMPILE_MODES[config.compile].is_on:
+        mode = f"compile: {config.compile}"
         lines.append(f"the first step compiles the model ({mode}); that takes a while")
     if saver.done:
         lines.append(f"continues after step {saver.done}")
