@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -392,24 +390,26 @@ def _save(record: RunRecord, saver: Saver, progress: bool) -> None:
 
 # ---- Speed
 
-# Part of a product's name: its row among the cards, which has the datasheet's dense peaks.
-PRODUCTS_ON_SHEETS = {
-    "V100-SXM2": "v100",
+# A card as torch names it, without the maker: its row among the cards, which has the datasheet's
+# dense peaks. A slice of a card or a variant (MIG, NVL, Laptop) has another name, so no datasheet.
+CARD_OF_PRODUCT = {
     "Tesla T4": "t4",
-    "A100": "a100",
+    "Tesla V100-SXM2-16GB": "v100",
+    "Tesla V100-SXM2-32GB": "v100",
+    "A100-SXM4-40GB": "a100",
+    "A100-SXM4-80GB": "a100",
+    "A100-PCIE-40GB": "a100",
+    "A100 80GB PCIe": "a100",
     "H100 80GB HBM3": "h100",
     "H100 PCIe": "h100-pcie",
     "H200": "h200",
 }
-NO_SHEET = r"\b(MIG|NVL|Laptop)\b"  # a slice of a card, or a variant
 
 
-def datasheet_tflops(card: str) -> dict[str, float]:
+def datasheet_tflops(product: str) -> dict[str, float]:
     """Return {kind of product: dense TFLOP/s} of a card by its full name; {} if it is unknown."""
-    for product, row in PRODUCTS_ON_SHEETS.items():
-        if re.search(rf"\b{product}\b", card) and not re.search(NO_SHEET, card):
-            return CARDS[row].speed.tflops
-    return {}
+    row = CARD_OF_PRODUCT.get(product.removeprefix("NVIDIA "))
+    return CARDS[row].speed.tflops if row else {}
 
 
 @lru_cache(maxsize=8)
