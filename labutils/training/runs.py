@@ -341,7 +341,6 @@ def _train_and_measure(
     options = {"precision": config.precision, "scaler": work.scaler}
     options["max_grad_norm"] = config.max_grad_norm
     n_micro_batches = config.grad_accum_steps // n_processes
-    flops = flops_per_token(work.model, config.seq_len)
     try:
         train(
             work.model,
@@ -359,7 +358,7 @@ def _train_and_measure(
             **options,
         )
     finally:
-        record.timing = timing_of(record.series.step_ms, flops, config, device)
+        record.timing = timing_of(record.series.step_ms, work.model, config, device)
     loss_fn, compiled = work.loss_fn, ""
     if COMPILE_MODES[config.compile].is_on:
         record.environment["torch.compile"] = loss_fn.report
@@ -447,7 +446,7 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
 
 def timing_of(
-    step_ms: list[float], flops_per_token: float, config: Config, device: torch.device
+    step_ms: list[float], model: nn.Module, config: Config, device: torch.device
 ) -> Timing | None:
     """Return median and rates of the steps after the first UNTIMED_STEPS (or of what there is)."""
     timed = step_ms[UNTIMED_STEPS:] or step_ms[-1:]
@@ -455,10 +454,13 @@ def timing_of(
         return None
     median = statistics.median(timed)
     tokens_per_s = config.tokens_per_step / median * 1000
-    rate, denominator = peak_rate(config.precision, device)
-    mfu = flops_per_token * tokens_per_s / rate / accelerated.world_size()
+    flops_per_s = flops_per_token(model, config.seq_len) * tokens_per_s
+    rate, source = peak_rate(config.precision, device)
     return Timing(
-        median_step_ms=median, tokens_per_s=tokens_per_s, mfu=mfu, mfu_denominator=denominator
+        median_step_ms=median,
+        tokens_per_s=tokens_per_s,
+        mfu=flops_per_s / rate / accelerated.world_size(),
+        mfu_denominator=source,
     )
 
 
@@ -475,19 +477,20 @@ def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
     """
     trained = [record for record in records if record.series.loss]
     tokens = min((record.tokens for record in trained), default=0)
-    configs = [_config_as_run(record) for record in trained]
-    differing, rows = list(_differing(configs)), []
+    differing = _differing([_config_as_run(record) for record in trained])
+    rows = []
     for record in records:
-        config = _config_as_run(record)
-        row = {key: config.get(key) for key in differing}
-        row |= dict.fromkeys(DIGITS, math.nan)  # in this order
-        row["step_ms"] = getattr(record.timing, "median_step_ms", math.nan)
-        row["tokens_per_s"] = getattr(record.timing, "tokens_per_s", math.nan)
-        row["peak_mib"] = getattr(record.memory, "peak_mib", math.nan)
+        row = _config_as_run(record) | {"outcome": record.ending}
+        if record.timing:
+            row["step_ms"] = record.timing.median_step_ms
+            row["tokens_per_s"] = record.timing.tokens_per_s
+        if record.memory:
+            row["peak_mib"] = record.memory.peak_mib
         if record.series.loss and tokens >= record.tokens_per_step:
             row["loss"] = record.series.loss[tokens // record.tokens_per_step - 1]
-        rows.append(row | {"outcome": record.ending})
-    table = pd.DataFrame(rows, index=pd.Index(labels(records), name="run"))
+        rows.append(row)
+    index = pd.Index(labels(records), name="run")
+    table = pd.DataFrame(rows, index, [*differing, *DIGITS, "outcome"])
     table["speedup"] = table.step_ms.iloc[0] / table.step_ms
     table["saving_percent"] = 100 * (1 - table.peak_mib / table.peak_mib.iloc[0])
     table.attrs["notes"] = _notes(trained, tokens)
