@@ -228,7 +228,8 @@ def measure_gpu(device: torch.device) -> Speed:
         tflops=reached,
         gb_per_s=moved / 1e9,
         reached=reached,
-        elements=1.0,
-        rows=rate(ROWS) / moved,
-        flash=(forward, forward * Speed.flash[1] / Speed.flash[0]),
+        elements_share=1.0,
+        rows_share=rate(ROWS) / moved,
+        flash_forward=forward,
+        flash_backward=forward * Speed.flash_backward / Speed.flash_forward,
     )

@@ -110,7 +110,7 @@ def test_a_side_of_odd_length_costs_tensor_cores_their_rate(times, card, columns
 def test_bytes_take_their_time_and_16_bit_numbers_more_of_it_on_an_a100():
     narrow, wide = (Work("elementwise", 10**9, has_16bit=is_narrow) for is_narrow in (True, False))
     speed = CARDS["a100"].speed
-    moved = 1 / (speed.elements * speed.gb_per_s)
+    moved = 1 / (speed.elements_share * speed.gb_per_s)
     assert seconds(wide) == pytest.approx(moved + KERNEL_SECONDS)
     assert seconds(narrow) == pytest.approx(moved / 0.82, rel=0.01)
     assert seconds(narrow, "h100") == seconds(wide, "h100")
