@@ -180,8 +180,9 @@ def _require_finite(losses: list[float]) -> None:
     """Raise FloatingPointError if the last NON_FINITE_LIMIT losses, or more, are inf or NaN."""
     last = list(itertools.takewhile(lambda loss: not math.isfinite(loss), reversed(losses)))
     if len(last) >= NON_FINITE_LIMIT:
+        first = len(losses) - len(last) + 1
         raise FloatingPointError(
-            f"the loss has been inf or NaN since step {len(losses) - len(last) + 1}: the forward pass overflows "
+            f"the loss has been inf or NaN since step {first}: the forward pass overflows "
             "(in fp16 no loss scale can mend that, bf16 or fp32 may) or the weights are damaged. "
             "Try a lower learning_rate, max_grad_norm: 1.0, or more lr_warmup_steps"
         )
