@@ -20,7 +20,7 @@ from torch import nn
 from labutils import machine
 from labutils.config.card import CARDS
 from labutils.config.choices import COMPILE_MODES, PRECISIONS
-from labutils.config.reader import did_you_mean
+from labutils.config.reader import did_you_mean, load_config
 from labutils.config.schema import Config, ConfigError, Run, resolve
 from labutils.files import (
     code_version,
@@ -181,7 +181,7 @@ def find_equal(planned: RunRecord) -> RunRecord | None:
 
 
 def run_config(
-    config: Config,
+    config: Config | str,
     device: torch.device,
     *,
     rerun: bool,
@@ -190,13 +190,15 @@ def run_config(
     require_memory: Callable[[Config], None],
     ways_out: Callable[[Config, torch.device], str],
 ) -> RunRecord:
-    """Train a config, measure one more step, save and return the record: see `lab.run_experiment`.
+    """Train a config (or a YAML file's), measure one more step, save and return the record.
 
-    `require_memory` raises torch.OutOfMemoryError if a config, resolved for a CPU, has no room
-    there. `ways_out` returns what to change in a config that has run out of memory.
+    See `lab.run_experiment`. `require_memory` raises torch.OutOfMemoryError if a config, resolved
+    for a CPU, has no room there. `ways_out` returns what to change in a config that has run out of
+    memory.
     """
     device = accelerated.own_device(device)
     progress = progress and accelerated.rank() == 0
+    config = config if isinstance(config, Config) else load_config(config)
     run = resolve(config, machine.card(device), to_train=True)
     run = replace(run, steps=accelerated.from_first(run.steps))  # by a noisy probe
     require_equal_shares(run.config, resume)
