@@ -91,13 +91,21 @@ def train(
     saver = saver or Saver("run", every=0)
     saver.restore(parts)
     stream = itertools.islice(batches, saver.done * grad_accum_steps, None)
-    options = {"desc": saver.path.stem, "initial": saver.done, "total": steps, "unit": "step"}
-    options |= {"file": sys.stdout, "mininterval": 1}  # notebooks show stderr in red
+    bar = tqdm(
+        range(saver.done, steps),
+        desc=saver.path.stem,
+        initial=saver.done,
+        total=steps,
+        unit="step",
+        disable=not progress,
+        file=sys.stdout,  # notebooks show stderr in red
+        mininterval=1,
+    )
     model.train()
     try:
         with (
             tf32(PRECISIONS[precision].tf32),
-            tqdm(range(saver.done, steps), disable=not progress, **options) as bar,
+            bar,
             orderly_stop(active=replicas.size == 1) as signals,
         ):
             for step in bar:
