@@ -24,7 +24,7 @@ def card(monkeypatch):
                 raise RuntimeError(f"{error}\nCompile with TORCH_USE_CUDA_DSA")
             return torch.zeros(1)
 
-        monkeypatch.setattr(machine, "nvidia_smi", lambda _: (name,) if name else ())
+        monkeypatch.setattr(machine, "nvidia_smi", lambda _: name)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
         monkeypatch.setattr(torch, "ones", ones)
