@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 from torch.utils.benchmark import Timer
@@ -69,7 +69,8 @@ class CpuRates:
         return amount / float(np.interp(math.log(amount), np.log(known), known / seconds))
 
 
-RATES = TypeAdapter(CpuRates | Speed)
+# A field that has had another name must not be read as its usual number.
+RATES = TypeAdapter(CpuRates | Speed, config=ConfigDict(extra="forbid"))
 
 
 def rates_of(device: torch.device) -> CpuRates | Speed:

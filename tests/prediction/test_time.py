@@ -108,6 +108,13 @@ def test_a_side_of_odd_length_costs_tensor_cores_their_rate(times, card, columns
     assert slowed == pytest.approx(times, rel=0.02)
 
 
+def test_rates_kept_by_a_version_with_other_fields_are_measured_again():
+    rates = calibrate.RATES.dump_python(CARDS["a100"].speed)
+    assert calibrate.RATES.validate_python(rates) == CARDS["a100"].speed
+    with pytest.raises(ValueError, match="rows"):
+        calibrate.RATES.validate_python(rates | {"rows": 0.5})
+
+
 def test_bytes_take_their_time_and_16_bit_numbers_more_of_it_on_an_a100():
     narrow, wide = (Work("elementwise", 10**9, has_16bit=is_narrow) for is_narrow in (True, False))
     speed = CARDS["a100"].speed
