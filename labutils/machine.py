@@ -102,7 +102,7 @@ def gpu_problem() -> str:
     One number is computed on the card. To hide a card by CUDA_VISIBLE_DEVICES= is a choice, and no
     problem.
     """
-    name = (*nvidia_smi("name"), "")[0]
+    name = nvidia_smi("name")
     if not torch.cuda.is_available():
         if not name or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             return ""
@@ -128,16 +128,16 @@ def gpu_problem() -> str:
     )
 
 
-def nvidia_smi(field: str) -> tuple[str, ...]:
-    """Return one field of each card; nothing where there is no driver or it does not answer in ten
+def nvidia_smi(field: str) -> str:
+    """Return one field of the first card; "" where there is no driver or it does not answer in ten
     seconds.
     """
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(answer.stdout.strip().splitlines())
+        return ""
+    return answer.stdout.strip().partition("\n")[0]
 
 
 def choose_device() -> torch.device:
@@ -174,7 +174,7 @@ def card(device: torch.device) -> Card:
         n_sms=facts.multi_processor_count,
         threads_per_sm=facts.max_threads_per_multi_processor,
         # without emulation: with it the answer is True on a T4, which has no such hardware
-        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+        has_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
     )
     return Card(THIS, free_gib + CONTEXT_GIB, gpu, is_here=True)
 
@@ -248,7 +248,7 @@ def environment(device: torch.device) -> dict[str, str]:
         facts["capability"] = f"{properties.major}.{properties.minor}"
         facts["gpu_memory_gib"] = f"{properties.total_memory / 2**30:.1f}"
         facts["cuda"] = torch.version.cuda or f"ROCm {torch.version.hip}"
-        facts["driver"] = (*nvidia_smi("driver_version"), "unknown")[0]
+        facts["driver"] = nvidia_smi("driver_version") or "unknown"
     else:
         facts["threads"] = str(torch.get_num_threads())
     return facts

@@ -72,7 +72,7 @@ def run_experiment(
     StateError if a state is damaged, or belongs to another experiment of that name.
     """
     return run_config(
-        config if isinstance(config, Config) else load_config(config),
+        config,
         device or choose_device(),
         rerun=rerun,
         resume=resume,
@@ -125,17 +125,15 @@ def _answer(
         shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
         return
     frames = [f for f in traceback.extract_tb(tb) if not f.filename.endswith("interactiveshell.py")]
-    deepest = [f for f in frames if "ipython-input" in f.filename or "ipykernel_" in f.filename][
-        -1:
-    ] or frames[:1]
+    in_cells = [f for f in frames if "ipython-input" in f.filename or "ipykernel_" in f.filename]
     lines = [f"Out of memory: {short_message(error)}"]
-    lines += [
-        f"in line {f.lineno} of {'the cell' if f.name == '<module>' else f.name}: {f.line}"
-        for f in deepest
-    ]
+    for deepest in in_cells[-1:] or frames[:1]:
+        place = "the cell" if deepest.name == "<module>" else deepest.name
+        lines.append(f"in line {deepest.lineno} of {place}: {deepest.line}")
     sys.last_value = error
     free_memory()
-    if isinstance(config := shell.user_ns.get("config"), Config):
+    config = shell.user_ns.get("config")
+    if isinstance(config, Config):
         lines.append(f"For `config` ({config.name}): {suggest_changes(config, choose_device())}")
     error._render_traceback_ = lambda: lines
     shell.showtraceback((kind, error, tb), tb_offset=tb_offset)

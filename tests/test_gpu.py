@@ -356,7 +356,8 @@ def test_this_gpu_is_measured_once_and_predicted_from(runs, monkeypatch):
     kinds = {"float32", "float16", "bfloat16"}
     kinds |= {"TF32"} if torch.cuda.get_device_capability() >= (8, 0) else set()
     assert set(speed.reached) == kinds
-    assert min(*speed.reached.values(), speed.gb_per_s, speed.rows, *speed.flash) > 0
+    shares = speed.rows_share, speed.flash_forward, speed.flash_backward
+    assert min(*speed.reached.values(), speed.gb_per_s, *shares) > 0
     calibrate._rates.cache_clear()
     monkeypatch.setattr(calibrate, "measure_gpu", lambda device: pytest.fail("measured again"))
     assert calibrate.rates_of(CUDA) == speed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def card(monkeypatch):
                 raise RuntimeError(f"{error}\nCompile with TORCH_USE_CUDA_DSA")
             return torch.zeros(1)
 
-        monkeypatch.setattr(machine, "nvidia_smi", lambda _: (name,) if name else ())
+        monkeypatch.setattr(machine, "nvidia_smi", lambda _: name)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
         monkeypatch.setattr(torch, "ones", ones)
@@ -35,6 +36,19 @@ def card(monkeypatch):
 
     yield put
     machine.gpu_problem.cache_clear()
+
+
+def test_a_field_is_the_first_card_s_or_empty(monkeypatch):
+    answers = iter(["first\nsecond\n", FileNotFoundError()])
+
+    def run(*_, **__):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(stdout=answer)
+
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    assert [machine.nvidia_smi("name"), machine.nvidia_smi("name")] == ["first", ""]
 
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."

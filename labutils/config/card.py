@@ -36,17 +36,12 @@ class Gpu:
     capability: tuple[int, int]
     n_sms: int  # streaming multiprocessors
     threads_per_sm: int  # at most
-    bf16: bool | None = None  # hardware for it; None: as its capability says
+    has_bf16: bool  # whether it multiplies BF16 numbers in hardware
 
     @property
     def flash(self) -> bool:
         """Whether flash attention exists for 16 bits. Before Ampere another fused kernel runs."""
         return self.capability >= (8, 0)
-
-    @property
-    def has_bf16(self) -> bool:
-        """Whether it multiplies BF16 numbers in hardware."""
-        return self.capability >= (8, 0) if self.bf16 is None else self.bf16
 
     @property
     def cublas_workspace_bytes(self) -> int:
@@ -72,10 +67,11 @@ class Speed:
     tflops: Mapping[str, float]
     gb_per_s: float
     reached: Mapping[str, float]
-    elements: float = 0.80  # share that elementwise operations reach
-    rows: float = 0.60  # share that norms and softmax reach
-    # Fused attention, forward and backward: FLOP/s as a share of what products reach in 16 bits.
-    flash: tuple[float, float] = (0.68, 0.50)
+    elements_share: float = 0.80  # that elementwise operations reach
+    rows_share: float = 0.60  # that norms and softmax reach
+    # Fused attention: FLOP/s as a share of what products reach in 16 bits.
+    flash_forward: float = 0.68
+    flash_backward: float = 0.50
     unaligned: float = 2.6  # times as long, a product on tensor cores with a side of odd length
     # What a linear layer reaches of the fastest square product: 74 of 81.3 TFLOP/s, BERT-large in
     # 16 bits on an RTX 3090 Ti, github.com/mli/transformers-benchmarks.
@@ -169,6 +165,8 @@ CPU = Card("cpu", 0.0)
 
 TABLE = Path(__file__).with_name("cards.csv")
 KINDS = ("float32", "TF32", "float16", "bfloat16")  # of products
+# Of these columns, which are fields of `Speed`, most cards have the usual number.
+SHARES = ("elements_share", "rows_share", "flash_forward", "flash_backward", "unaligned")
 MOST_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}  # else 2048
 N_NEEDED = 6  # columns that have a number for each card
 
@@ -176,7 +174,7 @@ N_NEEDED = 6  # columns that have a number for each card
 def card_of_row(row: Mapping[str, str]) -> Card:
     """Return the card of a row: texts by column. It is uncalibrated if nothing was measured on it.
 
-    What is empty, or not there, is not known: of most columns `Speed` has a usual number.
+    What is empty, or not there, is not known.
     """
     numbers = {column: float(text) for column, text in row.items() if text and column != "name"}
     tflops, reached = {}, {}
@@ -184,21 +182,11 @@ def card_of_row(row: Mapping[str, str]) -> Card:
         for rates, column in ((tflops, f"{kind}_tflops"), (reached, f"reached_{kind}")):
             if column.lower() in numbers:
                 rates[kind] = numbers[column.lower()]
-    speed = Speed(
-        tflops,
-        numbers["bandwidth_gb_s"],
-        reached,
-        numbers.get("elements_share", Speed.elements),
-        numbers.get("rows_share", Speed.rows),
-        (
-            numbers.get("flash_forward", Speed.flash[0]),
-            numbers.get("flash_backward", Speed.flash[1]),
-        ),
-        numbers.get("unaligned", Speed.unaligned),
-    )
+    measured = {column: numbers[column] for column in SHARES if column in numbers}
+    speed = Speed(tflops, numbers["bandwidth_gb_s"], reached, **measured)
     capability = divmod(round(10 * numbers["compute_capability"]), 10)
     threads = MOST_THREADS.get(capability, 2048)
-    gpu = Gpu(capability, int(numbers["multiprocessors"]), threads, bf16="bfloat16" in tflops)
+    gpu = Gpu(capability, int(numbers["multiprocessors"]), threads, has_bf16="bfloat16" in tflops)
     return Card(row["name"], numbers["memory_gib"], gpu, speed=speed)
 
 

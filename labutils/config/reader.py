@@ -163,11 +163,11 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
 
     gpu, mistakes = typed(values | overrides)
     cpu, mistakes_on_cpu = typed(values | when_cpu | overrides)
-    all_mistakes = mistakes | disagreements(gpu)
-    all_on_cpu = mistakes_on_cpu | disagreements(cpu)
+    broken, broken_on_cpu = disagreements(gpu), disagreements(cpu)
     # what fits one kind of device only is judged when it runs
-    if not overrides or (all_mistakes and all_on_cpu):
-        mistakes, mistakes_on_cpu = all_mistakes, all_on_cpu
+    if not overrides or (broken and broken_on_cpu):
+        mistakes |= broken
+        mistakes_on_cpu |= broken_on_cpu
     for key, text in mistakes.items():
         if key in overrides:
             file.add("", f"override: {text}")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 from torch.utils.benchmark import Timer
@@ -69,7 +69,8 @@ class CpuRates:
         return amount / float(np.interp(math.log(amount), np.log(known), known / seconds))
 
 
-RATES = TypeAdapter(CpuRates | Speed)
+# A field that has had another name must not be read as its usual number.
+RATES = TypeAdapter(CpuRates | Speed, config=ConfigDict(extra="forbid"))
 
 
 def rates_of(device: torch.device) -> CpuRates | Speed:
@@ -228,7 +229,8 @@ def measure_gpu(device: torch.device) -> Speed:
         tflops=reached,
         gb_per_s=moved / 1e9,
         reached=reached,
-        elements=1.0,
-        rows=rate(ROWS) / moved,
-        flash=(forward, forward * Speed.flash[1] / Speed.flash[0]),
+        elements_share=1.0,
+        rows_share=rate(ROWS) / moved,
+        flash_forward=forward,
+        flash_backward=forward * Speed.flash_backward / Speed.flash_forward,
     )

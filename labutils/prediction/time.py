@@ -191,10 +191,10 @@ class GpuTime:
     def seconds(self, work: Work) -> float:
         """Return how long one operation keeps the card busy, its kernel's start included."""
         speed = self.card.speed
-        share = speed.elements
+        share = speed.elements_share
         if not self.is_compiled:
             if work.kind == ROWS:
-                share = speed.rows
+                share = speed.rows_share
             elif work.kind in (ELEMENTS, FUNCTIONS) and work.has_16bit:
                 share *= SIXTEEN_BIT_SHARES.get(self.card.gpu.capability, 1.0)
         arithmetic = 0.0
@@ -225,7 +225,9 @@ class GpuTime:
 
     def _attention_rate(self, work: Work) -> float:
         speed = self.card.speed
-        share = 1.0 if work.dtype == "float32" else speed.flash[work.is_backward]
+        share = speed.flash_backward if work.is_backward else speed.flash_forward
+        if work.dtype == "float32":
+            share = 1.0
         if work.kind == EFFICIENT:
             share *= EFFICIENT_SHARES[work.is_backward]
         return speed.product_rate(work.dtype) * share

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +20,7 @@ from torch import nn
 from labutils import machine
 from labutils.config.card import CARDS
 from labutils.config.choices import COMPILE_MODES, PRECISIONS
-from labutils.config.reader import did_you_mean
+from labutils.config.reader import did_you_mean, load_config
 from labutils.config.schema import Config, ConfigError, Run, resolve
 from labutils.files import (
     code_version,
@@ -137,6 +135,10 @@ def load_record(source: str | os.PathLike[str]) -> RunRecord:
         hint = did_you_mean(source, names, cutoff=0.4)
         problem = f"no run {source!r} in {runs_dir()}.{hint} `{program()} runs` lists them"
         raise RecordError(problem)
+    return _read(path)
+
+
+def _read(path: Path) -> RunRecord:
     try:
         return RunRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -155,7 +157,7 @@ def find_runs() -> tuple[list[RunRecord], list[str]]:
     records, damaged = [], []
     for path in _record_files():
         try:
-            records.append(load_record(path))
+            records.append(_read(path))
         except RecordError as error:
             damaged.append(str(error))
     return records, damaged
@@ -168,7 +170,7 @@ def find_equal(planned: RunRecord) -> RunRecord | None:
     """
     for path in reversed(_record_files(planned.name)):
         with suppress(RecordError):  # `find_runs` names it
-            other = load_record(path)
+            other = _read(path)
             is_whole = other.outcome == "completed" and other.steps_planned == planned.steps_planned
             if is_whole and other.identity == planned.identity:
                 return other
@@ -179,7 +181,7 @@ def find_equal(planned: RunRecord) -> RunRecord | None:
 
 
 def run_config(
-    config: Config,
+    config: Config | str,
     device: torch.device,
     *,
     rerun: bool,
@@ -188,19 +190,21 @@ def run_config(
     require_memory: Callable[[Config], None],
     ways_out: Callable[[Config, torch.device], str],
 ) -> RunRecord:
-    """Train a config, measure one more step, save and return the record: see `lab.run_experiment`.
+    """Train a config (or a YAML file's), measure one more step, save and return the record.
 
-    `require_memory` raises torch.OutOfMemoryError if a config, resolved for a CPU, has no room
-    there. `ways_out` returns what to change in a config that has run out of memory.
+    See `lab.run_experiment`. `require_memory` raises torch.OutOfMemoryError if a config, resolved
+    for a CPU, has no room there. `ways_out` returns what to change in a config that has run out of
+    memory.
     """
     device = accelerated.own_device(device)
     progress = progress and accelerated.rank() == 0
+    config = config if isinstance(config, Config) else load_config(config)
     run = resolve(config, machine.card(device), to_train=True)
     run = replace(run, steps=accelerated.from_first(run.steps))  # by a noisy probe
     require_equal_shares(run.config, resume)
     data = build_data(run.config)
-    record = planned_record(config, run, device, data)
-    saver = Saver(config.name, config.save_every)
+    record = planned_record(run, device, data)
+    saver = Saver(record.name, run.config.save_every)
     saver.plan(record.identity, resume)
     is_new = rerun or saver.done
     known = None if is_new else accelerated.from_first(find_equal(record))
@@ -216,7 +220,7 @@ def run_config(
     if saver.done:
         record.environment["resumed"] = f"after step {saver.done}"
     if progress:
-        announce(config, run, device, saver)
+        announce(run, device, saver)
     try:
         with (
             expandable_segments(run.config.expandable_segments, device),
@@ -270,7 +274,7 @@ def require_equal_shares(config: Config, resume: bool) -> None:
         )
 
 
-def planned_record(config: Config, run: Run, device: torch.device, data: Data) -> RunRecord:
+def planned_record(run: Run, device: torch.device, data: Data) -> RunRecord:
     """Return the record that a run will fill."""
     run_id, created = new_id()
     environment = machine.environment(device) | {"commit": commit()}
@@ -279,8 +283,8 @@ def planned_record(config: Config, run: Run, device: torch.device, data: Data) -
     return RunRecord(
         id=run_id,
         created=created,
-        name=config.name,
-        note=config.note,
+        name=run.config.name,
+        note=run.config.note,
         config=run.config.model_dump(exclude={"when_cpu", "overrides"}),
         environment=environment,
         corpus=data.corpus.digest,
@@ -290,19 +294,19 @@ def planned_record(config: Config, run: Run, device: torch.device, data: Data) -
     )
 
 
-def announce(config: Config, run: Run, device: torch.device, saver: Saver) -> None:
+def announce(run: Run, device: torch.device, saver: Saver) -> None:
     """Print each value that is not of the main part of the file, and where a run begins."""
-    lines = list(run.changes)
+    config, lines = run.config, list(run.changes)
     missing = without_expandable_segments()
     if config.expandable_segments and missing and device.type == "cuda":
         lines.append(
             f"expandable_segments: {missing}, so torch's default allocator runs: "
             "it needs more memory"
         )
-    if run.steps != run.config.steps:
-        lines.append(f"steps = {run.steps} (not {run.config.steps}: {run.reason})")
-    if COMPILE_MODES[run.config.compile].is_on:
-        mode = f"compile: {run.config.compile}"
+    if run.steps != config.steps:
+        lines.append(f"steps = {run.steps} (not {config.steps}: {run.reason})")
+    if COMPILE_MODES[config.compile].is_on:
+        mode = f"compile: {config.compile}"
         lines.append(f"the first step compiles the model ({mode}); that takes a while")
     if saver.done:
         lines.append(f"continues after step {saver.done}")
@@ -339,7 +343,6 @@ def _train_and_measure(
     options = {"precision": config.precision, "scaler": work.scaler}
     options["max_grad_norm"] = config.max_grad_norm
     n_micro_batches = config.grad_accum_steps // n_processes
-    flops = flops_per_token(work.model, config.seq_len)
     try:
         train(
             work.model,
@@ -357,7 +360,7 @@ def _train_and_measure(
             **options,
         )
     finally:
-        record.timing = timing_of(record.series.step_ms, flops, config, device)
+        record.timing = timing_of(record.series.step_ms, work.model, config, device)
     loss_fn, compiled = work.loss_fn, ""
     if COMPILE_MODES[config.compile].is_on:
         record.environment["torch.compile"] = loss_fn.report
@@ -388,24 +391,26 @@ def _save(record: RunRecord, saver: Saver, progress: bool) -> None:
 
 # ---- Speed
 
-# Part of a product's name: its row among the cards, which has the datasheet's dense peaks.
-PRODUCTS_ON_SHEETS = {
-    "V100-SXM2": "v100",
+# A card as torch names it, without the maker: its row among the cards, which has the datasheet's
+# dense peaks. A slice of a card or a variant (MIG, NVL, Laptop) has another name, so no datasheet.
+CARD_OF_PRODUCT = {
     "Tesla T4": "t4",
-    "A100": "a100",
+    "Tesla V100-SXM2-16GB": "v100",
+    "Tesla V100-SXM2-32GB": "v100",
+    "A100-SXM4-40GB": "a100",
+    "A100-SXM4-80GB": "a100",
+    "A100-PCIE-40GB": "a100",
+    "A100 80GB PCIe": "a100",
     "H100 80GB HBM3": "h100",
     "H100 PCIe": "h100-pcie",
     "H200": "h200",
 }
-NO_SHEET = r"\b(MIG|NVL|Laptop)\b"  # a slice of a card, or a variant
 
 
-def datasheet_tflops(card: str) -> dict[str, float]:
+def datasheet_tflops(product: str) -> dict[str, float]:
     """Return {kind of product: dense TFLOP/s} of a card by its full name; {} if it is unknown."""
-    for product, row in PRODUCTS_ON_SHEETS.items():
-        if re.search(rf"\b{product}\b", card) and not re.search(NO_SHEET, card):
-            return CARDS[row].speed.tflops
-    return {}
+    row = CARD_OF_PRODUCT.get(product.removeprefix("NVIDIA "))
+    return CARDS[row].speed.tflops if row else {}
 
 
 @lru_cache(maxsize=8)
@@ -443,7 +448,7 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
 
 def timing_of(
-    step_ms: list[float], flops_per_token: float, config: Config, device: torch.device
+    step_ms: list[float], model: nn.Module, config: Config, device: torch.device
 ) -> Timing | None:
     """Return median and rates of the steps after the first UNTIMED_STEPS (or of what there is)."""
     timed = step_ms[UNTIMED_STEPS:] or step_ms[-1:]
@@ -451,10 +456,13 @@ def timing_of(
         return None
     median = statistics.median(timed)
     tokens_per_s = config.tokens_per_step / median * 1000
-    rate, denominator = peak_rate(config.precision, device)
-    mfu = flops_per_token * tokens_per_s / rate / accelerated.world_size()
+    flops_per_s = flops_per_token(model, config.seq_len) * tokens_per_s
+    rate, source = peak_rate(config.precision, device)
     return Timing(
-        median_step_ms=median, tokens_per_s=tokens_per_s, mfu=mfu, mfu_denominator=denominator
+        median_step_ms=median,
+        tokens_per_s=tokens_per_s,
+        mfu=flops_per_s / rate / accelerated.world_size(),
+        mfu_denominator=source,
     )
 
 
@@ -471,19 +479,20 @@ def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
     """
     trained = [record for record in records if record.series.loss]
     tokens = min((record.tokens for record in trained), default=0)
-    configs = [_config_as_run(record) for record in trained]
-    differing, rows = list(_differing(configs)), []
+    differing = _differing([_config_as_run(record) for record in trained])
+    rows = []
     for record in records:
-        config = _config_as_run(record)
-        row = {key: config.get(key) for key in differing}
-        row |= dict.fromkeys(DIGITS, math.nan)  # in this order
-        row["step_ms"] = getattr(record.timing, "median_step_ms", math.nan)
-        row["tokens_per_s"] = getattr(record.timing, "tokens_per_s", math.nan)
-        row["peak_mib"] = getattr(record.memory, "peak_mib", math.nan)
+        row = _config_as_run(record) | {"outcome": record.ending}
+        if record.timing:
+            row["step_ms"] = record.timing.median_step_ms
+            row["tokens_per_s"] = record.timing.tokens_per_s
+        if record.memory:
+            row["peak_mib"] = record.memory.peak_mib
         if record.series.loss and tokens >= record.tokens_per_step:
             row["loss"] = record.series.loss[tokens // record.tokens_per_step - 1]
-        rows.append(row | {"outcome": record.ending})
-    table = pd.DataFrame(rows, index=pd.Index(labels(records), name="run"))
+        rows.append(row)
+    index = pd.Index(labels(records), name="run")
+    table = pd.DataFrame(rows, index, [*differing, *DIGITS, "outcome"])
     table["speedup"] = table.step_ms.iloc[0] / table.step_ms
     table["saving_percent"] = 100 * (1 - table.peak_mib / table.peak_mib.iloc[0])
     table.attrs["notes"] = _notes(trained, tokens)

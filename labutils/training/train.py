@@ -86,25 +86,30 @@ def train(
         return replicas.loss(to_device(micro_batch, device))
 
     series = series or Series()
-    log = StepLog(series, device)
+    log = StepLog(series, device, scaler)
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "log": log}
     saver = saver or Saver("run", every=0)
     saver.restore(parts)
-    done = saver.done
-    stream = itertools.islice(batches, done * grad_accum_steps, None)
-    options = {"desc": saver.path.stem, "initial": done, "total": steps, "unit": "step"}
-    options |= {"file": sys.stdout, "mininterval": 1}  # notebooks show stderr in red
-    one, nan = torch.tensor([1.0, math.nan], device=device)
-    scale = scaler.scale(one)
+    stream = itertools.islice(batches, saver.done * grad_accum_steps, None)
+    bar = tqdm(
+        range(saver.done, steps),
+        desc=saver.path.stem,
+        initial=saver.done,
+        total=steps,
+        unit="step",
+        disable=not progress,
+        file=sys.stdout,  # notebooks show stderr in red
+        mininterval=1,
+    )
     model.train()
     try:
         with (
             tf32(PRECISIONS[precision].tf32),
-            tqdm(range(done, steps), disable=not progress, **options) as bar,
+            bar,
             orderly_stop(active=replicas.size == 1) as signals,
         ):
             for step in bar:
-                begin = log.mark()
+                log.begin()
                 if learning_rate_at:
                     for group in optimizer.param_groups:
                         group["lr"] = learning_rate_at(step)
@@ -123,23 +128,20 @@ def train(
                     max_grad_norm=max_grad_norm,
                     mean_loss=mean_loss,
                 )
-                next_scale = scaler.scale(one)
-                norm = nan if grad_norm is None else grad_norm
-                log.add(begin, replicas.mean(mean_loss), norm, scale, next_scale)
+                log.end(replicas.mean(mean_loss), grad_norm)
                 series.learning_rate.append(optimizer.param_groups[0]["lr"])
-                scale = next_scale
-                is_last = step + 1 == steps
-                saves = saver.every and (signals or (step + 1) % saver.every == 0)
+                n_done, is_last = step + 1, step + 1 == steps
+                saves = saver.every and (signals or n_done % saver.every == 0)
                 # Several processes must read, and so stop, at the same step.
                 reads = log.due() if replicas.size == 1 else step % 10 == 9
                 if saves or reads or is_last:
                     bar.set_postfix_str(f"loss {log.read():.3f}", refresh=False)
                     _require_finite(series.loss)
-                if held_out and (is_last or (eval_every and (step + 1) % eval_every == 0)):
+                if held_out and (is_last or (eval_every and n_done % eval_every == 0)):
                     loss = evaluate(model, held_out, loss_fn, count_targets, precision)
-                    series.held_out.append((step + 1, loss))
+                    series.held_out.append((n_done, loss))
                 if saves and math.isfinite(series.loss[-1]):
-                    saver.save(parts, step + 1)
+                    saver.save(parts, n_done)
                 if signals and not is_last:
                     raise KeyboardInterrupt
     finally:
@@ -184,12 +186,11 @@ def evaluate(
 
 def _require_finite(losses: list[float]) -> None:
     """Raise FloatingPointError if the last NON_FINITE_LIMIT losses, or more, are inf or NaN."""
-    n_finite = len(losses)
-    while n_finite and not math.isfinite(losses[n_finite - 1]):
-        n_finite -= 1
-    if len(losses) - n_finite >= NON_FINITE_LIMIT:
+    last = list(itertools.takewhile(lambda loss: not math.isfinite(loss), reversed(losses)))
+    if len(last) >= NON_FINITE_LIMIT:
+        first = len(losses) - len(last) + 1
         raise FloatingPointError(
-            f"the loss has been inf or NaN since step {n_finite + 1}: the forward pass overflows "
+            f"the loss has been inf or NaN since step {first}: the forward pass overflows "
             "(in fp16 no loss scale can mend that, bf16 or fp32 may) or the weights are damaged. "
             "Try a lower learning_rate, max_grad_norm: 1.0, or more lr_warmup_steps"
         )
@@ -198,13 +199,14 @@ def _require_finite(losses: list[float]) -> None:
 class StepLog:
     """Fills a series. On CUDA nothing is read back from the device more than once a second."""
 
-    def __init__(self, series: Series, device: torch.device) -> None:
-        self.series, self.cuda = series, device.type == "cuda"
+    def __init__(self, series: Series, device: torch.device, scaler: torch.amp.GradScaler) -> None:
+        self.series, self.scaler, self.cuda = series, scaler, device.type == "cuda"
+        self.one, self.nan = torch.tensor([1.0, math.nan], device=device)
         # of steps that are not read yet: where each begins and ends, and its numbers
         self.pending: list[tuple[Any, Any, torch.Tensor]] = []
         self.last_read = time.monotonic()
 
-    def mark(self) -> Any:
+    def _mark(self) -> Any:
         """Return a time: the clock's, or an event that a CUDA device will pass."""
         if not self.cuda:
             return time.perf_counter()
@@ -212,10 +214,16 @@ class StepLog:
         event.record()
         return event
 
-    def add(self, begin: Any, *numbers: torch.Tensor) -> None:
-        """Note a step that ends now: its loss, gradient norm, and the scale before and after it."""
-        end = self.mark()
-        self.pending.append((begin, end, torch.stack([number.float() for number in numbers])))
+    def begin(self) -> None:
+        """Note that a step begins."""
+        self.start, self.scale = self._mark(), self.scaler.scale(self.one)
+
+    def end(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        """Note that it ends, and its loss, gradient norm, and the scale before and after it."""
+        norm = self.nan if grad_norm is None else grad_norm
+        numbers = loss, norm, self.scale, self.scaler.scale(self.one)
+        row = torch.stack([number.float() for number in numbers])
+        self.pending.append((self.start, self._mark(), row))
 
     def due(self) -> bool:
         return not self.cuda or time.monotonic() - self.last_read > 1

@@ -4,7 +4,7 @@ import pytest
 
 import labutils as lab
 from labutils.cli import main
-from labutils.config.card import CARDS
+from labutils.config.card import CARDS, Speed
 from labutils.config.reader import load_card
 from labutils.config.schema import ConfigError
 from labutils.prediction.time import predict_time
@@ -31,7 +31,8 @@ def write(tmp_path):
 
 
 def test_a_card_is_read_and_has_a_wide_band(write):
-    card = load_card(write())
+    card = load_card(write("448", "448\nelements_share: 0.5"))
+    assert (card.speed.elements_share, card.speed.rows_share) == (0.5, Speed.rows_share)
     assert card.gpu.capability == (8, 6)
     assert not card.has_bf16  # the file gives no rate for it
     ledger = predict_time(lab.load_config("fp16"), card)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import labutils as lab
 from labutils import machine
 from labutils.config.card import CARDS
+from labutils.memory.kinds import FLASH
 from labutils.prediction import calibrate
 from labutils.prediction.calibrate import CpuRates
 from labutils.prediction.fusion import fuse
@@ -107,13 +108,25 @@ def test_a_side_of_odd_length_costs_tensor_cores_their_rate(times, card, columns
     assert slowed == pytest.approx(times, rel=0.02)
 
 
+def test_rates_kept_by_a_version_with_other_fields_are_measured_again():
+    rates = calibrate.RATES.dump_python(CARDS["a100"].speed)
+    assert calibrate.RATES.validate_python(rates) == CARDS["a100"].speed
+    with pytest.raises(ValueError, match="rows"):
+        calibrate.RATES.validate_python(rates | {"rows": 0.5})
+
+
 def test_bytes_take_their_time_and_16_bit_numbers_more_of_it_on_an_a100():
     narrow, wide = (Work("elementwise", 10**9, has_16bit=is_narrow) for is_narrow in (True, False))
     speed = CARDS["a100"].speed
-    moved = 1 / (speed.elements * speed.gb_per_s)
+    moved = 1 / (speed.elements_share * speed.gb_per_s)
     assert seconds(wide) == pytest.approx(moved + KERNEL_SECONDS)
     assert seconds(narrow) == pytest.approx(moved / 0.82, rel=0.01)
     assert seconds(narrow, "h100") == seconds(wide, "h100")
+    forward, backward = (
+        Work(FLASH, 0, "float16", flops=10**12, is_backward=late) for late in (False, True)
+    )
+    ratio = speed.flash_forward / speed.flash_backward
+    assert seconds(backward) / seconds(forward) == pytest.approx(ratio, rel=0.01)
     x = torch.zeros(4, 1024)
     trace = trace_of(nn.Linear(1024, 8), x, lambda model, x: (model(x + x) * 2).sum(), "bf16")
     # the batch moves, x + x; then two casts, the bias's cast, the product, and its double

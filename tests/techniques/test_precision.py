@@ -15,22 +15,22 @@ from labutils.training.runs import datasheet_tflops
 from tests.helpers import CPU
 
 
-def gpu(capability, bf16=None) -> Card:
-    return Card("some card", 8.0, Gpu(capability, 40, 1024, bf16))
+def gpu(capability) -> Card:
+    return Card("some card", 8.0, Gpu(capability, 40, 1024, has_bf16=capability >= (8, 0)))
 
 
-CARDS = {  # compute capability, BF16 hardware → precisions with fast hardware, precisions refused
-    "GTX 1080": ((6, 1), False, set(), {"tf32", "bf16"}),
-    "T4": ((7, 5), False, {"fp16"}, {"tf32", "bf16"}),
-    "A100": ((8, 0), True, {"fp16", "tf32", "bf16"}, set()),
-    "H200": ((9, 0), True, {"fp16", "tf32", "bf16"}, set()),
+CARDS = {  # compute capability → precisions with fast hardware, precisions refused
+    "GTX 1080": ((6, 1), set(), {"tf32", "bf16"}),
+    "T4": ((7, 5), {"fp16"}, {"tf32", "bf16"}),
+    "A100": ((8, 0), {"fp16", "tf32", "bf16"}, set()),
+    "H200": ((9, 0), {"fp16", "tf32", "bf16"}, set()),
 }
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_support_of_named_cards(card):
-    capability, bf16, fast, refused = CARDS[card]
-    answers = {p: gpu(capability, bf16).support(p) for p in ("tf32", "fp16", "bf16")}
+    capability, fast, refused = CARDS[card]
+    answers = {p: gpu(capability).support(p) for p in ("tf32", "fp16", "bf16")}
     assert {p for p, a in answers.items() if not a.ok} == refused
     assert {p for p, a in answers.items() if a.ok and not a.slow} == fast
     assert all(a.reason for a in answers.values())
@@ -102,6 +102,8 @@ def test_16bit_is_no_precision_until_a_card_decides():
     [
         ("NVIDIA H200", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
+        ("Tesla T4", 65.0),
+        ("NVIDIA H200 NVL", None),
         ("NVIDIA RTX A1000 Laptop GPU", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
     ],

@@ -23,8 +23,9 @@ IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0, "tokens_per_st
 SCALED = {"precision": "fp16", "init_scale": 2.0**40, "growth_interval": 2, **TINY}
 
 
-def start(*, resume=False, **changes):
+def start(*, resume=False, when_cpu=(), **changes):
     config = lab.load_config("fp32", **(SMALL | changes))
+    config = config.model_copy(update={"when_cpu": config.when_cpu | dict(when_cpu)})
     return lab.run_experiment(config, device=CPU, progress=False, rerun=True, resume=resume)
 
 
@@ -86,6 +87,11 @@ def test_a_state_of_another_experiment_or_code_version_is_refused(state, monkeyp
     monkeypatch.setattr(module, "code_version", lambda: "other")
     with pytest.raises(StateError, match=r"code was .*, now other"):
         start(resume=True, save_every=0)  # which alone would change no result
+
+
+def test_a_value_under_when_cpu_decides_when_a_state_is_saved(runs):
+    stopped(3, save_every=0, when_cpu={"save_every": 2})
+    assert torch.load(runs / "short.state", weights_only=True)["done"] == 2
 
 
 class Payload:

@@ -14,7 +14,9 @@ import torch
 
 import labutils as lab
 from labutils import machine
+from labutils.config.card import PrecisionUnsupported
 from labutils.files import new_id, write_atomically
+from labutils.memory.ledger import MemoryLedger
 from labutils.training import runs as module
 from labutils.training.runs import RecordError, RunRecord, Timing, load_record
 from labutils.training.train import Series
@@ -128,6 +130,8 @@ def test_a_precision_that_the_device_lacks_is_a_row_with_its_reason():
     assert table.loc["tiny", "outcome"] == "completed"
     assert table.loc["tf32", "outcome"].startswith("unsupported: TF32")
     assert module.readable(table).loc["tf32", "step_ms"] == "–"
+    with pytest.raises(PrecisionUnsupported, match="tf32 cannot run here"):
+        lab.run_experiment("tf32", device=CPU)
 
 
 # ---- How it can end
@@ -246,7 +250,12 @@ def test_damaged_record_is_a_clear_error_and_hides_no_other(runs, content):
 
 
 def test_the_first_record_is_the_baseline():
-    table = lab.compare([record("fp32", 10.0), record("bf16", 5.0), record("slow", 30.0)])
+    memory = [MemoryLedger(method="", phases={"loss": {"": mib * 2**20}}) for mib in (8, 2)]
+    first, second = record("fp32", 10.0, memory=memory[0]), record("bf16", 5.0, memory=memory[1])
+    table = lab.compare([first, second, record("slow", 30.0)])
+    assert table.tokens_per_s.tolist() == pytest.approx([1e3, 2e3, 1e3 / 3])
+    assert table.peak_mib.tolist()[:2] == [8.0, 2.0] and math.isnan(table.peak_mib["slow"])
+    assert table.saving_percent.tolist()[:2] == [0.0, 75.0]
     assert table.speedup.tolist() == pytest.approx([1.0, 2.0, 1 / 3])
     assert table.precision.tolist() == ["fp32", "bf16", "slow"]
     assert table.attrs["notes"] == []
