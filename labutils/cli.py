@@ -248,9 +248,10 @@ def predict(
     subject = None if is_record else load_config(config, **parse_overrides(pairs))
     from labutils.machine import card_of
     from labutils.prediction.search import advise as advise_on
-    from labutils.training.runs import load_record
 
     if is_record:
+        from labutils.training.runs import load_record
+
         subject = load_record(config)
     memory = subject.memory if is_record else None
     own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
