@@ -160,6 +160,8 @@ class StorageLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if operation is torch.ops.prim.device.default:  # most calls: a question, no operation
+            return operation(*args, **kwargs)
         adds_up = operation is aten.add.Tensor and not torch.is_grad_enabled()
         if adds_up and _adds_in_place(*args[:2]):
             operation = aten.add_.Tensor
@@ -174,7 +176,7 @@ class StorageLog(TorchDispatchMode):
             work = None  # an optimizer's count of steps stays on the host
         if work and self.gpu and self.in_lists:
             work.calls /= TENSORS_PER_LAUNCH
-        if tensors or (work and work.n_bytes):  # or it is a question, for the device say
+        if tensors or work:  # or it is another question
             self.events.insert(at, Event(OPERATION, None, work))
         if self.gpu:
             self._borrow(operation, args)
