@@ -163,13 +163,6 @@ class Prediction:
         }
         return self.tensors.model_copy(update=figures)
 
-    @property
-    def bytes_taken(self) -> int:
-        """What a run takes where nothing limits it: quick, to compare configs by."""
-        if self.card.gpu is None:
-            return self.tensors.peak_bytes
-        return replayed(self.requests, CachingAllocator(settings=self.settings)).peak_reserved
-
     def fits(self, budget_gib: float) -> bool:
         """Whether three steps complete in so much memory, on a card with its context in it."""
         if self.card.gpu is None:
@@ -248,8 +241,6 @@ def ledger_of(trace: Trace, method: str, settings: Settings | None) -> MemoryLed
         storage = event.storage
         if event.kind == OPERATION:
             n_operations += step == STEPS - 1
-        elif not storage.n_bytes:
-            continue
         else:
             if event.kind == BIRTH:
                 blocks[storage] = allocator.allocate(storage.n_bytes)
@@ -286,8 +277,6 @@ def replayed(requests: list[Request], allocator: CachingAllocator) -> CachingAll
     """Hand requests to an allocator and return it. Raises allocator.OutOfMemory."""
     blocks = {}
     for storage, is_birth in requests:
-        if not storage.n_bytes:
-            continue
         if is_birth:
             blocks[storage] = allocator.allocate(storage.n_bytes)
         else:

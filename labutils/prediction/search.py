@@ -322,7 +322,7 @@ def plans_that_fit(config: Config, budget_gib: float, device: Device = "a100") -
             yield _without_superfluous(plan, budget_gib)
         if fitting:
             return
-    least = min(tried, key=lambda plan: plan.prediction.bytes_taken)
+    least = min(tried, key=lambda plan: plan.needed_gib)
     yield _without_superfluous(least, least.needed_gib)
 
 

@@ -41,7 +41,7 @@ from labutils.memory.kinds import (
 from labutils.memory.ledger import FROZEN, GRADIENTS
 from labutils.prediction.calibrate import EFFICIENT_SHARES, others_compute, rates_of
 from labutils.prediction.fusion import OPTIMIZER_PHASE, fuse
-from labutils.prediction.memory import segments_of
+from labutils.prediction.memory import Device, segments_of
 from labutils.prediction.trace import (
     BIRTH,
     OPERATION,
@@ -52,6 +52,7 @@ from labutils.prediction.trace import (
     traced_module,
 )
 from labutils.prediction.work import Work
+from labutils.techniques.loss import LossFn
 
 SHARES = PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (
     "matrix products",
@@ -121,7 +122,7 @@ class TimeLedger(BaseModel):
     why_band: str
 
 
-def predict_time(config: Config, device: str | torch.device | Card = "a100") -> TimeLedger:
+def predict_time(config: Config, device: Device = "a100") -> TimeLedger:
     """Return the predicted time of one training step of a config on a device, after warm-up.
 
     `device` as for `predict_memory`. For this machine's CPU or GPU single operations are measured
@@ -151,11 +152,11 @@ def predict_time(config: Config, device: str | torch.device | Card = "a100") -> 
 def predict_module_time(
     model: nn.Module,
     batch: Any,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    loss_fn: LossFn,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     *,
     precision: str = "fp32",
-    device: str | torch.device | Card = "a100",
+    device: Device = "a100",
     n_tokens: int = 0,
 ) -> TimeLedger:
     """Return the predicted time of one step of any module: see `predict_module`.
