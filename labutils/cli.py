@@ -246,7 +246,7 @@ def predict(
 
     is_record = advise and find_config(config).suffix not in (".yaml", ".yml")
     subject = None if is_record else load_config(config, **parse_overrides(pairs))
-    from labutils.machine import card_of
+    from labutils.machine import card_of, choose_threads
     from labutils.prediction.search import advise as advise_on
 
     if is_record:
@@ -255,6 +255,10 @@ def predict(
         subject = load_record(config)
     memory = subject.memory if is_record else None
     own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
+    is_cpu = (device or own_device) == "cpu"  # its operations are measured as a run computes them
+    busy = choose_threads() if is_cpu else ""
+    if busy:
+        print(busy, file=sys.stderr)
     try:
         if advise:
             print("predicts one change after the other; takes some seconds", file=sys.stderr)
