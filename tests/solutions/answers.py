@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import nbformat
+import yaml
 
-from tests.helpers import committed
+from tests.helpers import REPO, committed
 
 Change = tuple[str, str]  # old text, new text
 
@@ -28,9 +29,29 @@ class Solution:
     wrong: dict[str, Any] = field(default_factory=dict)
     broken: dict[str, list[Change]] = field(default_factory=dict)
 
+    def right_answers(self) -> list[Any]:
+        """Return the right answers; a tuple may be a list."""
+        return self.right + [list(answer) for answer in self.right if isinstance(answer, tuple)]
+
     def wrong_answers(self) -> dict[str, Any]:
         changed = {words: broken(self.right[0], *changes) for words, changes in self.broken.items()}
         return self.wrong | changed
+
+
+def _read_values() -> dict[str, Solution]:
+    def plain(answer: Any) -> Any:
+        return tuple(answer) if isinstance(answer, list) else answer
+
+    path = REPO / "tests" / "solutions" / "values.yaml"
+    solutions = {}
+    for name, row in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        right = list(map(plain, row["right"]))
+        wrong = {words: plain(answer) for words, answer in row["wrong"].items()}
+        solutions[name] = Solution(tuple(row.get("given", ())), right, wrong)
+    return solutions
+
+
+VALUES = _read_values()
 
 
 def names_of(notebook: str, *cells: str, **names: Any) -> dict[str, Any]:
