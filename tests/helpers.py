@@ -38,6 +38,17 @@ def committed(path: str) -> str:
         return (REPO / path).read_text(encoding="utf-8")
 
 
+def read_notebook(path: str) -> nbformat.NotebookNode:
+    """Return a notebook as committed."""
+    return nbformat.reads(committed(path), as_version=4)
+
+
+def code_of(path: str) -> dict[str, str]:
+    """Return {id: source} of a notebook's code cells."""
+    cells = read_notebook(path).cells
+    return {cell.id: cell.source for cell in cells if cell.cell_type == "code"}
+
+
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """Measure memory inside: the same bytes on every CPU.
@@ -111,11 +122,7 @@ def said_by_cell(capsys: pytest.CaptureFixture, path: str, cell: str, **names: o
     """Run a cell of a notebook with these names, instead of its own lines `name = None`; return
     what it prints.
     """
-    [source] = [
-        each.source
-        for each in nbformat.reads(committed(path), as_version=4).cells
-        if each.id == cell
-    ]
+    source = code_of(path)[cell]
     for name in names:
         source = re.sub(rf"(?m)^{name} = None.*$", "", source)
     exec(source, names)

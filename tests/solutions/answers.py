@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import nbformat
 import yaml
 
-from tests.helpers import REPO, committed
+from tests.helpers import REPO, code_of
 
 Change = tuple[str, str]  # old text, new text
 
@@ -56,9 +55,9 @@ VALUES = _read_values()
 
 def names_of(notebook: str, *cells: str, **names: Any) -> dict[str, Any]:
     """Return the names that cells of an optional notebook define, with those that they need."""
-    for cell in nbformat.reads(committed(f"further/{notebook}.ipynb"), as_version=4).cells:
-        if cell.id in cells:
-            exec(cell.source, names)
+    sources = code_of(f"further/{notebook}.ipynb")
+    for cell in cells:
+        exec(sources[cell], names)
     return names
 
 

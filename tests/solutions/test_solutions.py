@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 
-import nbformat
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from labutils.exercises.steps import judge_epoch
 from labutils.grade import CALL
 from labutils.memory.tensors import saved_for_backward
 from labutils.pages import core_notebooks
-from tests.helpers import committed, said_by_cell
+from tests.helpers import code_of, committed, said_by_cell
 from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04, optional
 from tests.solutions.answers import VALUES
 
@@ -98,14 +97,9 @@ def test_an_optional_notebook_judges_in_its_own_cell(capsys, row):
 # ---- what the notebooks say and give
 
 
-def cells_of(notebook: str) -> list[nbformat.NotebookNode]:
-    cells = nbformat.reads(committed(notebook), as_version=4).cells
-    return [cell for cell in cells if cell.cell_type == "code"]
-
-
 def given_source(notebook: str, name: str) -> str:
     """Return the source of a function that a notebook defines."""
-    [source] = [cell.source for cell in cells_of(notebook) if f"def {name}(" in cell.source]
+    [source] = [source for source in code_of(notebook).values() if f"def {name}(" in source]
     return re.search(rf"^def {name}\(.*\n(?:    .*\n|\n)+", source + "\n", re.M).group()
 
 
@@ -118,8 +112,8 @@ def defined(source: str, name: str):
 def test_every_exercise_is_called_by_a_core_notebook_and_has_answers():
     called = set()
     for path in core_notebooks():
-        for cell in cells_of(path.name):
-            called |= set(CALL.findall(cell.source))
+        for source in code_of(path.name).values():
+            called |= set(CALL.findall(source))
     assert called - {"hint", "self_test"} == exercises.EXERCISES.keys()
     assert exercises.EXERCISES.keys() == SOLUTIONS.keys() | CHOICES.keys()
     assert all(solution.right and solution.wrong_answers() for solution in SOLUTIONS.values())
@@ -127,9 +121,9 @@ def test_every_exercise_is_called_by_a_core_notebook_and_has_answers():
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.NOTEBOOK)
 def test_neither_hints_nor_notebook_hold_an_answer(notebook):
-    texts = [cell.source for cell in cells_of(notebook.NOTEBOOK)]
     hints = itertools.chain(*exercises.EXERCISES.values())
-    assert not re.search(notebook.SECRETS, " ".join([*texts, *hints]))
+    texts = [*code_of(notebook.NOTEBOOK).values(), *hints]
+    assert not re.search(notebook.SECRETS, " ".join(texts))
 
 
 @pytest.mark.parametrize(
