@@ -133,12 +133,12 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", default=["tests"])
     options = parser.parse_args()
     print(f"{options.n} mutants, seed {options.seed}", flush=True)
+    paths = [path for part in SOURCES for path in (REPO / "labutils").glob(f"{part}.py")]
     points = []
-    for part in SOURCES:
-        for path in sorted((REPO / "labutils").glob(f"{part}.py")):
+    for path in sorted(paths):
+        if options.only in str(path):
             nodes = list(nodes_of(ast.parse(path.read_text(encoding="utf-8"))))
             points += [(path, i) for i, (node, _) in enumerate(nodes) if change(node)]
-    points = [point for point in points if options.only in point[0].as_posix()]
     tests_of_line = tests_of_lines(options.tests)
     drawn = random.Random(options.seed).sample(points, options.n)
     verdicts = Counter()

@@ -44,7 +44,6 @@ VARIANTS = {
         {"gradient_checkpointing": how} for how in ("none", "every_2", "selective", "offload")
     ],
 }
-FITS = [("fp32", "t4", 4.0), ("xl", "rtx4060", 6.0), ("fp32", "cpu", 0.05)]
 MODULES = [("fp32", "t4"), ("bf16", "a100"), ("fp16", "a100"), ("bf16", "cpu")]
 LLAMAS = [
     ("1.1B", {"precision": "bf16", "checkpointing": False}),
@@ -68,13 +67,6 @@ def predicted(load: Callable[[], Any], device: str) -> Answer:
     needed = lab.needed_gib(ledger, lab.card_of(device))
     times = lab.predict_time(config, device).model_dump()
     return ledger.model_dump(exclude=UNORDERED) | times | {"needed_gib": needed}
-
-
-def fitted(load: Callable[[], Any], device: str, budget_gib: float) -> Answer:
-    """Return the changes with which a config fits a budget, and what they come to."""
-    plan = lab.fit(load(), budget_gib, device)
-    kept = "changes", "needed_gib", "step_ms", "time_cost", "costs"
-    return {key: getattr(plan, key) for key in kept}
 
 
 def trained(load: Callable[[], Any]) -> Answer:
@@ -107,9 +99,6 @@ def questions() -> dict[str, Callable[[], Answer]]:
             for device in DEVICES:
                 load = partial(lab.load_config, name, **changes)
                 asked[f"predict {name} {changes} on {device}"] = partial(predicted, load, device)
-    for name, device, gib in FITS:
-        load = partial(lab.load_config, name)
-        asked[f"fit {name} on {device} in {gib} GiB"] = partial(fitted, load, device, gib)
     for precision, device in MODULES:
         ask = partial(predicted_module, precision=precision, device=device)
         asked[f"module in {precision} on {device}"] = ask
