@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import nbformat
@@ -49,20 +48,14 @@ def code_of(path: str) -> dict[str, str]:
     return {cell.id: cell.source for cell in cells if cell.cell_type == "code"}
 
 
-@contextmanager
-def without_onednn() -> Iterator[None]:
+def without_onednn() -> AbstractContextManager:
     """Measure memory inside: the same bytes on every CPU.
 
     With AVX-512 or AMX oneDNN copies the weight of a 16-bit product into a layout of its own. That
     is a library's workspace, which predictions leave out; beside a small model it is one or two per
     cent of the peak.
     """
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
+    return torch.backends.mkldnn.flags(enabled=False, allow_tf32=None, fp32_precision=None)
 
 
 def fill_hub_cache(folder: Path) -> nn.Module:

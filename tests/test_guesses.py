@@ -76,14 +76,12 @@ def test_an_answer_to_nothing_names_what_there_is():
 
 
 def test_a_field_without_a_number_is_empty_and_others_keep_four_digits():
-    guesses.guess("speed", "speed")
-    guesses.answer("speed", 1234.5678)
-    guesses.guess("peak", "peak")
-    guesses.answer("peak", None, predicted=1 / 3)
+    for name, measured in (("speed", 1234.5678), ("peak", None)):
+        guesses.guess(name, name)
+        guesses.answer(name, measured, predicted=1 / 3)
     shown = guesses.scores().to_string() + guesses.scores().round(3).to_html()
     assert "NaN" not in shown and "None" not in shown
-    assert "0.3333" in shown and "0.33333" not in shown
-    assert "1235" in shown
+    assert "0.3333" in shown and "0.33333" not in shown and "1235" in shown
 
 
 def test_where_nothing_can_be_measured_the_prediction_is_shown_and_ends_the_guessing(capsys):

@@ -153,6 +153,14 @@ def test_a_notebook_reaches_the_package_through_the_facade(name):
         assert not inspect.ismodule(owner) or is_there, f"lab.{module}.{attribute}"
 
 
+def test_every_name_of_the_facade_exists_and_is_re_exported_to_editors():
+    assert all(hasattr(lab, name) for name in lab.__all__)
+    stub = (REPO / "labutils" / "__init__.pyi").read_text(encoding="utf-8")
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.name == alias.asname for alias in node.names)
+
+
 @EACH
 def test_each_guess_stands_before_its_answer(name):
     text = "\n".join(code_of(name).values())

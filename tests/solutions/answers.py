@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,14 @@ class Solution:
     right answer's source}. So each misconception stands here once.
     """
 
-    given: tuple = ()
+    given: Sequence[Any] = ()
     right: list[Any] = field(default_factory=list)
     wrong: dict[str, Any] = field(default_factory=dict)
     broken: dict[str, list[Change]] = field(default_factory=dict)
 
     def right_answers(self) -> list[Any]:
-        """Return the right answers; a tuple may be a list."""
-        return self.right + [list(answer) for answer in self.right if isinstance(answer, tuple)]
+        """Return the right answers; a list may be a tuple."""
+        return self.right + [tuple(answer) for answer in self.right if isinstance(answer, list)]
 
     def wrong_answers(self) -> dict[str, Any]:
         changed = {words: broken(self.right[0], *changes) for words, changes in self.broken.items()}
@@ -38,16 +38,9 @@ class Solution:
 
 
 def _read_values() -> dict[str, Solution]:
-    def plain(answer: Any) -> Any:
-        return tuple(answer) if isinstance(answer, list) else answer
-
     path = REPO / "tests" / "solutions" / "values.yaml"
-    solutions = {}
-    for name, row in yaml.safe_load(path.read_text(encoding="utf-8")).items():
-        right = list(map(plain, row["right"]))
-        wrong = {words: plain(answer) for words, answer in row["wrong"].items()}
-        solutions[name] = Solution(tuple(row.get("given", ())), right, wrong)
-    return solutions
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {name: Solution(**row) for name, row in rows.items()}
 
 
 VALUES = _read_values()

@@ -19,7 +19,6 @@ def gpu(capability, bf16=None) -> Card:
 
 
 CARDS = {  # compute capability, BF16 hardware → precisions with fast hardware, precisions refused
-    "GTX 1080": ((6, 1), False, set(), {"tf32", "bf16"}),
     "T4": ((7, 5), False, {"fp16"}, {"tf32", "bf16"}),
     "A100": ((8, 0), True, {"fp16", "tf32", "bf16"}, set()),
 }
