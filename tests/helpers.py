@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import nbformat
@@ -38,20 +37,25 @@ def committed(path: str) -> str:
         return (REPO / path).read_text(encoding="utf-8")
 
 
-@contextmanager
-def without_onednn() -> Iterator[None]:
+def read_notebook(path: str) -> nbformat.NotebookNode:
+    """Return a notebook as committed."""
+    return nbformat.reads(committed(path), as_version=4)
+
+
+def code_of(path: str) -> dict[str, str]:
+    """Return {id: source} of a notebook's code cells."""
+    cells = read_notebook(path).cells
+    return {cell.id: cell.source for cell in cells if cell.cell_type == "code"}
+
+
+def without_onednn() -> AbstractContextManager:
     """Measure memory inside: the same bytes on every CPU.
 
     With AVX-512 or AMX oneDNN copies the weight of a 16-bit product into a layout of its own. That
     is a library's workspace, which predictions leave out; beside a small model it is one or two per
     cent of the peak.
     """
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = before
+    return torch.backends.mkldnn.flags(enabled=False, allow_tf32=None, fp32_precision=None)
 
 
 def fill_hub_cache(folder: Path) -> nn.Module:
@@ -111,11 +115,7 @@ def said_by_cell(capsys: pytest.CaptureFixture, path: str, cell: str, **names: o
     """Run a cell of a notebook with these names, instead of its own lines `name = None`; return
     what it prints.
     """
-    [source] = [
-        each.source
-        for each in nbformat.reads(committed(path), as_version=4).cells
-        if each.id == cell
-    ]
+    source = code_of(path)[cell]
     for name in names:
         source = re.sub(rf"(?m)^{name} = None.*$", "", source)
     exec(source, names)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+
+import labutils as lab
 
 CONFIGS = ["fp32", "tf32", "fp16", "bf16", "accumulation", "checkpointing", "optimized", "xl"]
 DEVICES = ["t4", "a100", "cpu"]
@@ -38,7 +44,6 @@ VARIANTS = {
         {"gradient_checkpointing": how} for how in ("none", "every_2", "selective", "offload")
     ],
 }
-FITS = [("fp32", "t4", 4.0), ("xl", "rtx4060", 6.0), ("fp32", "cpu", 0.05)]
 MODULES = [("fp32", "t4"), ("bf16", "a100"), ("fp16", "a100"), ("bf16", "cpu")]
 LLAMAS = [
     ("1.1B", {"precision": "bf16", "checkpointing": False}),
@@ -49,13 +54,14 @@ LLAMAS = [
 # autocast frees its cast weights in an order that differs each time: the timeline shows it, the
 # peaks do not
 UNORDERED = {"timeline"}
+# of a record: all but times, versions and ids
+EQUAL = dict.fromkeys(("name", "outcome", "epochs", "tokens_per_step", "corpus", "series"), True)
+EQUAL["memory"] = {"phases"}
 Answer = dict[str, Any]
 
 
 def predicted(load: Callable[[], Any], device: str) -> Answer:
     """Return the predicted bytes and times of a config."""
-    import labutils as lab
-
     config = load()
     ledger = lab.predict_memory(config, device)
     needed = lab.needed_gib(ledger, lab.card_of(device))
@@ -63,34 +69,14 @@ def predicted(load: Callable[[], Any], device: str) -> Answer:
     return ledger.model_dump(exclude=UNORDERED) | times | {"needed_gib": needed}
 
 
-def fitted(load: Callable[[], Any], device: str, budget_gib: float) -> Answer:
-    """Return the changes with which a config fits a budget, and what they come to."""
-    import labutils as lab
-
-    plan = lab.fit(load(), budget_gib, device)
-    kept = "changes", "needed_gib", "step_ms", "time_cost", "costs"
-    return {key: getattr(plan, key) for key in kept}
-
-
 def trained(load: Callable[[], Any]) -> Answer:
-    """Train a config here; return what must be equal: all but times, versions and ids."""
-    import labutils as lab
-
-    config = load()
-    record = lab.run_experiment(config, progress=False, rerun=True).model_dump(mode="json")
-    del record["series"]["step_ms"]
-    kept = ("series", "name", "outcome", "epochs", "tokens_per_step", "corpus")
-    phases = record["memory"] and record["memory"]["phases"]
-    return {"phases": phases} | {key: record[key] for key in kept}
+    """Train a config here; return what must be equal."""
+    record = lab.run_experiment(load(), progress=False, rerun=True)
+    return record.model_dump(mode="json", include=EQUAL, exclude={"series": {"step_ms"}})
 
 
 def predicted_module(**where: str) -> Answer:
     """Return the predicted bytes and times of a module that is no GPT-2."""
-    import torch
-    from torch import nn
-
-    import labutils as lab
-
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     step = (layer, torch.zeros(4, 32, 64), lambda model, x: model(x).float().square().mean())
     ledger = lab.predict_module(*step, torch.optim.AdamW, **where)
@@ -100,15 +86,11 @@ def predicted_module(**where: str) -> Answer:
 
 def predicted_llama(shape: str, **how: Any) -> Answer:
     """Return the predicted bytes of a model that is too large to build."""
-    import labutils as lab
-
     return lab.predict_large(shape, **how).model_dump(exclude=UNORDERED)
 
 
 def questions() -> dict[str, Callable[[], Answer]]:
     """Return all that both versions are asked: {words: what answers}."""
-    import labutils as lab
-
     asked: dict[str, Callable[[], Answer]] = {}
     for name in CONFIGS:
         for changes in ({}, *VARIANTS.get(name, [])):
@@ -117,9 +99,6 @@ def questions() -> dict[str, Callable[[], Answer]]:
             for device in DEVICES:
                 load = partial(lab.load_config, name, **changes)
                 asked[f"predict {name} {changes} on {device}"] = partial(predicted, load, device)
-    for name, device, gib in FITS:
-        load = partial(lab.load_config, name)
-        asked[f"fit {name} on {device} in {gib} GiB"] = partial(fitted, load, device, gib)
     for precision, device in MODULES:
         ask = partial(predicted_module, precision=precision, device=device)
         asked[f"module in {precision} on {device}"] = ask
@@ -132,7 +111,7 @@ def questions() -> dict[str, Callable[[], Answer]]:
 
 
 def collect(out: Path, word: str) -> None:
-    """Write the answers of the package in this folder to a file."""
+    """Write the answers of the package that PYTHONPATH names to a file."""
     answers = {}
     for text, ask in questions().items():
         if word in text:
@@ -158,25 +137,22 @@ def main(commit: str, word: str = "") -> int:
     """Print what differs between a commit and this checkout; return an exit code."""
     here = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as name:
-        folder, old = Path(name), Path(name, "old")
-        old.mkdir()
-        archive = subprocess.run(
-            ["git", "-C", str(here), "archive", commit], capture_output=True, check=True
-        )
-        subprocess.run(["tar", "-x", "-C", str(old)], input=archive.stdout, check=True)
-        before, after = answers_of(old, folder, word), answers_of(here, folder, word)
-    different = set()
+        folder, archive = Path(name), f"{name}/old.tar"
+        subprocess.run(["git", "-C", str(here), "archive", "-o", archive, commit], check=True)
+        shutil.unpack_archive(archive, folder / "old")
+        before, after = answers_of(folder / "old", folder, word), answers_of(here, folder, word)
+    n_different = 0
     for text, then in before.items():
         now = after.get(text, {})
-        for key, value in then.items():
+        keys = [key for key, value in then.items() if now.get(key) != value]
+        n_different += bool(keys)
+        for key in keys:
             value_now = now.get(key, now.get("raised"))
-            if value != value_now:
-                different.add(text)
-                print(
-                    f"DIFFERS: {text}: {key}\n  {str(value)[:300]}\n  now: {str(value_now)[:300]}"
-                )
-    print(f"{len(before) - len(different)} of {len(before)} answers are equal")
-    return min(len(different), 1)
+            print(
+                f"DIFFERS: {text}: {key}\n  {str(then[key])[:300]}\n  now: {str(value_now)[:300]}"
+            )
+    print(f"{len(before) - n_different} of {len(before)} answers are equal")
+    return min(n_different, 1)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,12 @@ import tempfile
 import pytest
 
 _failed_notebooks: set[str] = set()
-_runs_folder: tempfile.TemporaryDirectory | None = None
 
 
 def pytest_configure(config):
-    global _runs_folder
-    if "LABUTILS_RUNS" not in os.environ:
-        _runs_folder = tempfile.TemporaryDirectory(prefix="labutils-runs-")
-        os.environ["LABUTILS_RUNS"] = _runs_folder.name
-
-
-def pytest_unconfigure(config):
-    if _runs_folder:
-        _runs_folder.cleanup()
+    folder = tempfile.TemporaryDirectory(prefix="labutils-runs-")
+    config.add_cleanup(folder.cleanup)
+    os.environ.setdefault("LABUTILS_RUNS", folder.name)
 
 
 def _is_cell(item) -> bool:

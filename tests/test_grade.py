@@ -37,7 +37,6 @@ def submission(*answers: str, runs: str = "my_runs = 24", step: str = RIGHT_STEP
 RIGHT = ["right", "right"]
 # {student: (cells, how the verdicts of its two exercises begin)}
 CLASS = {
-    "plain": (submission(), RIGHT),
     "aliases": (
         [
             "from labutils import exercises as judge",
@@ -47,8 +46,7 @@ CLASS = {
         ],
         RIGHT,
     ),
-    "tries first": (submission("my_runs = 12", CHECK_RUNS), RIGHT),
-    "other cells fail": (submission("1 / 0"), RIGHT),
+    "tries first": (submission("1 / 0", "my_runs = 12", CHECK_RUNS), RIGHT),
     "open": (submission(runs="my_runs = None", step=STEP), ["open", "open"]),
     "no checkpoint": (submission(runs="my_runs = 12"), ["wrong: that is the step", "right"]),
     "too long": (
@@ -60,8 +58,6 @@ CLASS = {
         ["right", "wrong: it raised OSError: no"],
     ),
     "raises before": (submission(runs="my_runs = 1 / 0"), ["look at this: its cell", "right"]),
-    "syntax error": (submission(runs="my_runs = = 24"), ["look at this: its cell", "right"]),
-    "endless": (submission(step="while True:\n    pass"), ["right", "look at this: its cell"]),
     "exits": (submission(runs="import os; os._exit(0)"), ["look at this: its cell", "right"]),
     "other arguments": (
         [SETUP, "lab.exercises.block_runs(2, 1, 4)", RIGHT_STEP, CHECK_STEP],
@@ -102,11 +98,17 @@ def test_a_class_is_graded(course, tmp_path):
     for student, begins in expected.items():
         for exercise, begin in zip(("block_runs", "amp_step"), begins, strict=True):
             assert scores.loc[student, exercise].startswith(begin), student
-    assert scores.loc["plain", "right"] == 2 and scores.loc["exits", "right"] == 1
+    assert scores.loc["tries first", "right"] == 2 and scores.loc["exits", "right"] == 1
     read = pd.read_csv(out / "scores.csv", index_col="student")
     assert read.loc["no checkpoint", "block_runs"].startswith("wrong: that is the step")
     wrong = pd.read_csv(out / "misconceptions.csv")
     assert list(wrong.exercise.value_counts().items()) == [("amp_step", 2), ("block_runs", 1)]
+
+
+def test_a_cell_that_takes_too_long_is_stopped(tmp_path):
+    write(tmp_path / "endless.ipynb", [f"import time; time.sleep(60)  # {CHECK_STEP}"])
+    verdict, _ = answers_of(tmp_path / "endless.ipynb", timeout=1)["amp_step"]
+    assert verdict == "look at this: its cell took more than 1 s"
 
 
 def test_a_folder_without_notebooks_is_named(tmp_path):

@@ -39,21 +39,18 @@ def test_a_number_or_a_range_is_scored(given, measured, right, says, capsys):
 
 
 def test_a_guess_after_the_result_is_taken_and_said(capsys):
-    guesses.guess("peak", "peak")
-    guesses.answer("peak", 84.5)
-    guesses.guess("peak", "peak", 84)  # Run All, then filled in
-    guesses.answer("peak", 84.5)
+    for value in (None, 84):  # Run All, then filled in
+        guesses.guess("peak", "peak", value)
+        guesses.answer("peak", 84.5)
     assert "after the result" in capsys.readouterr().out
     row = guesses.scores().loc["peak"]
     assert (row["right"], row["made"]) == ("yes", "after the result")
 
 
 def test_running_a_section_again_leaves_an_early_guess_early():
-    for _ in range(2):
-        made = guesses.guess("peak", "peak", low=80, high=90)
+    for low, is_early in ((80, True), (80, True), (84, False)):
+        assert guesses.guess("peak", "peak", low=low, high=90).was_early is is_early
         guesses.answer("peak", 84.5)
-    assert made.was_early
-    assert not guesses.guess("peak", "peak", low=84, high=85).was_early
 
 
 @pytest.mark.parametrize(
@@ -79,14 +76,12 @@ def test_an_answer_to_nothing_names_what_there_is():
 
 
 def test_a_field_without_a_number_is_empty_and_others_keep_four_digits():
-    guesses.guess("speed", "speed")
-    guesses.answer("speed", 1234.5678)
-    guesses.guess("peak", "peak")
-    guesses.answer("peak", None, predicted=1 / 3)
+    for name, measured in (("speed", 1234.5678), ("peak", None)):
+        guesses.guess(name, name)
+        guesses.answer(name, measured, predicted=1 / 3)
     shown = guesses.scores().to_string() + guesses.scores().round(3).to_html()
     assert "NaN" not in shown and "None" not in shown
-    assert "0.3333" in shown and "0.33333" not in shown
-    assert "1235" in shown
+    assert "0.3333" in shown and "0.33333" not in shown and "1235" in shown
 
 
 def test_where_nothing_can_be_measured_the_prediction_is_shown_and_ends_the_guessing(capsys):

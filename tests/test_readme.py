@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 
-import nbformat
-import pytest
-
-from benchmarks.readme_figure import NOTEBOOK, TAG, TARGET, figure_of
-from tests.helpers import committed
+from benchmarks.readme_figure import NOTEBOOK, TARGET, figure_of
+from tests.helpers import committed, read_notebook
 
 
 def test_the_figure_is_the_notebooks_own_and_the_caption_names_its_machine():
-    notebook = nbformat.reads(committed(NOTEBOOK), as_version=4)
-    if not any(TAG in cell.metadata.get("tags", []) for cell in notebook.cells):
-        pytest.skip(f"no cell of {NOTEBOOK} is tagged {TAG} yet")
+    notebook = read_notebook(NOTEBOOK)
     assert TARGET.read_bytes() == figure_of(notebook), "make readme"
     readme = committed("README.md")
     _, _, after = readme.partition(TARGET.name)

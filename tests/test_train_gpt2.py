@@ -48,12 +48,11 @@ def losses_of_both(name, changes, monkeypatch, device=CPU):
     ("name", "changes"),
     [
         ("fp32", {}),
-        ("fp16", TINY),  # without fast hardware FP16 is slow
         ("fp16", TINY | {"init_scale": 1e12}),  # the first steps overflow, and are skipped
         ("bf16", {}),
         ("accumulation", {}),
         ("checkpointing", {}),
-        ("checkpointing", {"gradient_checkpointing": "block", "dropout": 0.1}),
+        ("checkpointing", {"gradient_checkpointing": "block", "dropout": 0.1, "seed": 1}),
         ("optimized", {"loss_chunk_tokens": 0}),
     ],
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import nbformat
+import yaml
 
-from tests.helpers import committed
+from tests.helpers import REPO, code_of
 
 Change = tuple[str, str]  # old text, new text
 
@@ -23,21 +23,34 @@ class Solution:
     right answer's source}. So each misconception stands here once.
     """
 
-    given: tuple = ()
+    given: Sequence[Any] = ()
     right: list[Any] = field(default_factory=list)
     wrong: dict[str, Any] = field(default_factory=dict)
     broken: dict[str, list[Change]] = field(default_factory=dict)
+
+    def right_answers(self) -> list[Any]:
+        """Return the right answers; a list may be a tuple."""
+        return self.right + [tuple(answer) for answer in self.right if isinstance(answer, list)]
 
     def wrong_answers(self) -> dict[str, Any]:
         changed = {words: broken(self.right[0], *changes) for words, changes in self.broken.items()}
         return self.wrong | changed
 
 
+def _read_values() -> dict[str, Solution]:
+    path = REPO / "tests" / "solutions" / "values.yaml"
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {name: Solution(**row) for name, row in rows.items()}
+
+
+VALUES = _read_values()
+
+
 def names_of(notebook: str, *cells: str, **names: Any) -> dict[str, Any]:
     """Return the names that cells of an optional notebook define, with those that they need."""
-    for cell in nbformat.reads(committed(f"further/{notebook}.ipynb"), as_version=4).cells:
-        if cell.id in cells:
-            exec(cell.source, names)
+    sources = code_of(f"further/{notebook}.ipynb")
+    for cell in cells:
+        exec(sources[cell], names)
     return names
 
 

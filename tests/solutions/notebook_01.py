@@ -8,13 +8,6 @@ from tests.solutions.answers import Solution, broken
 NOTEBOOK = "01-Mixed_Precision.ipynb"
 SECRETS = r"\"B\", \"C\"|\"C\", \"B\""  # what neither hints nor the notebook may say
 
-LOGS = {
-    "A": "xxxxxxx.....x.....x.....x.....x.....",
-    "B": "xxxxxxx.....x.xx..x.xx.x.xx.x..x.x..",
-    "C": ".....x.....xxxxxxxxxxxxxxxxxxxxxxxxx",
-    "D": "xxxxx.....x.....x.....x.....x.....x.",
-}
-
 
 def amp_step(model, x, y, optimizer, scaler, max_grad_norm):
     with torch.autocast("cpu", dtype=torch.float16):
@@ -38,25 +31,6 @@ CLIP_FIRST = (UNSCALE + CLIP, CLIP + UNSCALE)
 HALF_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "max_grad_norm / 2)"))
 
 SOLUTIONS = {
-    "scaler_log": Solution(
-        given=(LOGS,),
-        right=[("C", "B"), ["C", "B"]],
-        wrong={
-            "in the other order": ("B", "C"),
-            "run A is healthy": ("C", "A"),
-            "two of the letters": ("C", "X"),
-        },
-    ),
-    "control_runs": Solution(
-        right=[("B", "C"), ["C", "B"], {"B", "C"}],
-        wrong={
-            "more than the weights (products)": ("A", "C"),
-            "more than the weights (rate)": ("B", "D"),
-            "more than the weights (seed)": ("C", "E"),
-            "same dtype": ("A", "B"),
-            "a pair of the letters": ("B", "B"),
-        },
-    ),
     "amp_step": Solution(
         right=[
             amp_step,

@@ -82,8 +82,6 @@ ALONE = {
     "logged losses": epoch((LOGGED, "pass")),
     "step count": epoch((EPOCH_STEP, "")),
 }
-RUN = {"n": 4, "m": 8, "rate": 2e-3, "tokens": 8192, "seeds": [0, 1, 2, 3, 4]}
-CONTROL = RUN | {"n": 1, "m": 32}
 
 SOLUTIONS = {
     "amp_window": Solution(
@@ -122,18 +120,6 @@ SOLUTIONS = {
             "could not be judged. step count: the optimizer never": ALONE["step count"],
             "10 times": epoch((BACKWARD, BACKWARD + "    " + EPOCH_STEP)),
             "counting starts at 0": windows_end_at(1, 4),
-        },
-    ),
-    "accumulation_control": Solution(
-        right=[(RUN, CONTROL), (CONTROL, RUN)],
-        wrong={
-            "the size of the batch could be the cause": (RUN, RUN | {"n": 1}),
-            "accumulate equally": (RUN, RUN),
-            "both runs accumulate. The control": (RUN, RUN | {"n": 8, "m": 4}),
-            "rates differ": (RUN, CONTROL | {"rate": 1e-3}),
-            "unequal numbers of tokens": (RUN, CONTROL | {"tokens": 4 * 8192}),
-            "no pairs": (RUN, CONTROL | {"seeds": [5, 6, 7, 8, 9]}),
-            "too few seeds": (RUN | {"seeds": [0]}, CONTROL | {"seeds": [0]}),
         },
     ),
 }

@@ -96,43 +96,4 @@ SOLUTIONS = {
             "not that of the network": [("decay = decay / 2", "pass")],
         },
     ),
-    "swiglu_kept": Solution(
-        given=(3,),
-        right=[14],
-        wrong={
-            "what the multiplication reads": 11,
-            "the count for GELU": 8,
-            "counted twice": 17,
-            "the norm keeps its input": 13,
-            "the sum keeps nothing": 15,
-            "second half of GPT-2": 10,
-            "operation by operation": 1,
-        },
-    ),
-    "block_runs": Solution(
-        given=(12, 3),
-        right=[24],
-        wrong={
-            "without checkpoints": 12,
-            "not one block of each": 16,
-            "wherever it stands": 21,
-            "what goes in": 20,
-            "is not one": 36,
-            "more blocks": 2,
-            "block by block": 7,
-        },
-    ),
-    "best_segments": Solution(
-        given=(100, 4),
-        right=[20, 20.0],
-        wrong={
-            "keeps as much as its input": 10,
-            "one checkpoint per layer": 100,
-            "one segment": 1,
-            "the other way": 5,
-            "too many segments": 50,
-            "too few segments": 15,
-            "whole number": 20.5,
-        },
-    ),
 }

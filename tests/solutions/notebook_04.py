@@ -55,34 +55,6 @@ OF_ALL = ("max(outputs)", "torch.cat(outputs).max()")
 OWN_SGD = ("optimizer.step()", "[p.data.sub_(0.1 * p.grad) for p in model.parameters()]")
 
 SOLUTIONS = {
-    "nvidia_smi": Solution(
-        given=(3.0, 3.6, 0.5),
-        right=[4198, 4198.4, 4199],
-        wrong={
-            "the context is missing: it": 3686.4,
-            "tensors alone": 3072,
-            "cached segments": 3584,
-            "within the reserved ones.": 7270.4,
-            "within the reserved ones, and": 6758.4,
-            "not 1000": 4100,
-            "that is GiB": 4.1,
-            "MB of a million": 4402.3,
-            "driver know of": 9,
-        },
-    ),
-    "history": Solution(
-        right=[(912, "optimizer", 44.2), (900, "the optimizer", 44)],
-        wrong={
-            "first step": (167, "optimizer", 44.2),
-            "orange block": (1495, "optimizer", 44.2),
-            "before the first step": (912, "moving the model", 44.2),
-            "leaves them out": (912, "cuBLAS's workspaces", 44.2),
-            "backward has used": (912, "forward", 44.2),
-            "zero_grad": (912, "backward", 44.2),
-            "name of the legend": (912, "nobody", 44.2),
-            "subtract": (912, "optimizer", 74),
-        },
-    ),
     "repair": Solution(
         right=[repair],
         broken={
@@ -96,18 +68,6 @@ SOLUTIONS = {
             "stepped 0 times": [OWN_SGD],
             "three things": [("return losses, curve, max(outputs)", "return losses")],
             "largest output": [("max(outputs)", "outputs[0]")],
-        },
-    ),
-    "largest_batch": Solution(
-        given=({2: 900, 6: 1700}, 4096),
-        right=[17, 17.0],
-        wrong={
-            "through zero": 9,
-            "as if the line went": 14,
-            "before the first": 20,
-            "whole": 17.98,
-            "over the budget": 18,
-            "one more": 16,
         },
     ),
     "planned_peak": Solution(

@@ -27,7 +27,6 @@ from tests.helpers import (
 )
 
 SMALL = {"seq_len": 64, "micro_batch_size": 4, "tokens_per_step": 256}
-SMALL |= {"steps": 30, "lr_warmup_steps": 5}
 LEAN = {"dropout": 0.0, "activation": "gelu_tanh", "max_grad_norm": 0.0}
 OPTIONS = {"count_targets": count_rows, "progress": False}
 
@@ -166,17 +165,3 @@ def test_the_ledger_knows_these_optimizers(changes):
     with without_onednn():
         measured = lab.measure_step(work.model, *step)
     assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.005)
-
-
-def test_the_leanest_recipe_learns_as_float32_does(runs):
-    """Same tokens, 30 steps: within 0.02 of a loss that falls by more than one.
-
-    Not with seed 0: there one held-out sequence, a table, loses 2.7 in the last two steps, which
-    nothing clips, and how much depends on the last bits.
-    """
-    calm = {**SMALL, **LEAN, "seed": 4}
-    usual = lab.run_experiment(lab.load_config("fp32", **calm), progress=False)
-    assert usual.series.loss[0] - usual.series.loss[-1] > 1
-    changes = CASES[0] if lab.support("pure_bf16", CPU).slow else EVERYTHING
-    lean = lab.run_experiment(lab.load_config("fp32", **calm, **changes), progress=False)
-    assert lean.series.held_out[-1][1] == pytest.approx(usual.series.held_out[-1][1], abs=0.02)

@@ -6,17 +6,15 @@ The gradients are compared, not the losses: at the first step every bug leaves t
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import nn
 
 import labutils as lab
 from labutils.techniques.precision import grad_scaler
 from labutils.techniques.step import take_step
 from labutils.training import train as module
 from tests.helpers import CPU
+from tests.solutions.answers import Change, broken
 
 # 6 micro-batches of 2 sequences: a window of 4, and a last window of 2
 LENGTHS = [24, 4, 9, 3, 16, 20, 5, 2, 24, 7, 3, 12]
@@ -87,108 +85,64 @@ def test_accumulated_windows_equal_full_batches(precision, expected):
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE[precision])
 
 
-def own_mean(loss_fn):
-    return lambda model, batch: loss_fn(model, batch) / lab.count_targets(batch)
+OWN_TARGETS = '(micro_batch["labels"][:, 1:] != -100).sum()'
+ALL_LABELS = 'sum((batch["labels"] != -100).sum() for batch in window)'
+LOOP, DIVISION = "    for micro_batch in window:\n", "/ n_targets"
+LISTED = "    window = list(window)\n"
+LAST_OF_LOOP = "        del loss"
+UNSCALE, STEP, UPDATE = "scaler.unscale_(optimizer)", "scaler.step(optimizer)", "scaler.update()"
+CLEAR = "optimizer.zero_grad(set_to_none=True)"
 
 
-def each(window, before=lambda: None, after=lambda: None):
-    for micro_batch in window:
-        before()
-        yield micro_batch
-        after()
+def with_list(*lines: str) -> Change:
+    """Return the change after which the window is a list, with lines that use it."""
+    return LOOP, LISTED + "".join(f"    {line}\n" for line in lines) + LOOP
 
 
-def no_division(model, window, loss_fn, optimizer, *, n_targets, **how):
-    return take_step(model, window, own_mean(loss_fn), optimizer, n_targets=1, **how)
+def after_each(*lines: str) -> Change:
+    """Return the change that also runs lines for each micro-batch."""
+    return LAST_OF_LOOP, "".join(f"        {line}\n" for line in lines) + LAST_OF_LOOP
 
 
-def mean_of_means(model, window, loss_fn, optimizer, *, n_targets, **how):
-    window = list(window)
-    return take_step(model, window, own_mean(loss_fn), optimizer, n_targets=len(window), **how)
-
-
-def short_window_divided_as_if_full(model, window, loss_fn, optimizer, *, n_targets, **how):
-    window = list(window)
-    as_if_full = n_targets * 4 / len(window)
-    return take_step(model, window, loss_fn, optimizer, n_targets=as_if_full, **how)
-
-
-def unshifted_labels_counted(model, window, loss_fn, optimizer, *, n_targets, **how):
-    window = list(window)
-    n_labels = sum(int((batch["labels"] != -100).sum()) for batch in window)
-    return take_step(model, window, loss_fn, optimizer, n_targets=n_labels, **how)
-
-
-def windows_of_i_modulo_n_equal_to_0(model, window, loss_fn, optimizer, *, n_targets, **how):
-    """The first window ends after micro-batch 0."""
-    window = list(window)
-    if len(window) == 4:
-        window = window[:1]
-    n_targets = sum(map(lab.count_targets, window))
-    return take_step(model, window, loss_fn, optimizer, n_targets=n_targets, **how)
-
-
-def last_window_dropped(model, window, loss_fn, optimizer, **how):
-    window = list(window)
-    if len(window) < 4:
-        return torch.zeros(())
-    return take_step(model, window, loss_fn, optimizer, **how)
-
-
-def gradients_not_cleared(model, window, loss_fn, optimizer, **how):
-    optimizer.zero_grad = lambda set_to_none: None
-    return take_step(model, window, loss_fn, optimizer, **how)
-
-
-def cleared_per_micro_batch(model, window, loss_fn, optimizer, **how):
-    return take_step(model, each(window, before=optimizer.zero_grad), loss_fn, optimizer, **how)
-
-
-def clipped_per_micro_batch(model, window, loss_fn, optimizer, **how):
-    def clip():
-        nn.utils.clip_grad_norm_(model.parameters(), how["max_grad_norm"])
-
-    return take_step(model, each(window, after=clip), loss_fn, optimizer, **how)
-
-
-def unscaled_per_micro_batch(model, window, loss_fn, optimizer, *, scaler, **how):
-    def unscale():
-        scaler.unscale_(optimizer)
-        scaler.update()
-
-    idle = SimpleNamespace(scale=scaler.scale, unscale_=lambda _: None, update=lambda: None)
-    idle.step = lambda optimizer: optimizer.step()
-    return take_step(model, each(window, after=unscale), loss_fn, optimizer, scaler=idle, **how)
-
-
-def clipped_before_unscaling(model, window, loss_fn, optimizer, *, scaler, **how):
-    late = SimpleNamespace(scale=scaler.scale, unscale_=lambda _: None, update=scaler.update)
-    late.step = scaler.step  # which unscales what is not unscaled
-    return take_step(model, window, loss_fn, optimizer, scaler=late, **how)
-
-
-BUGS = {  # what is added to a run: the clipping's norm, and the precision
-    mean_of_means: (CLIP, "fp32"),
-    windows_of_i_modulo_n_equal_to_0: (CLIP, "fp32"),
-    last_window_dropped: (CLIP, "fp32"),
-    gradients_not_cleared: (CLIP, "fp32"),
-    cleared_per_micro_batch: (CLIP, "fp32"),
-    clipped_per_micro_batch: (CLIP, "fp32"),
+BUGS = {  # the clipping's norm and the precision of the run, and what the step says instead
+    "mean of means": (CLIP, "fp32", with_list(), (DIVISION, f"/ {OWN_TARGETS} / len(window)")),
+    "windows of i % n == 0": (CLIP, "fp32", with_list("window = window[: len(window) % 4 or 1]")),
+    "last window dropped": (CLIP, "fp32", with_list("if len(window) < 4:", "    return None")),
+    "gradients not cleared": (CLIP, "fp32", (CLEAR, "pass")),
+    "cleared per micro-batch": (CLIP, "fp32", ('phase("forward")', CLEAR)),
+    "clipped per micro-batch": (
+        CLIP,
+        "fp32",
+        after_each("clip(list(model.parameters()), max_grad_norm)"),
+    ),
     # only the gradient's length is wrong, which clipping would hide
-    no_division: (1e9, "fp32"),
-    short_window_divided_as_if_full: (1e9, "fp32"),
-    unshifted_labels_counted: (1e9, "fp32"),
-    unscaled_per_micro_batch: (CLIP, "fp16"),
-    clipped_before_unscaling: (CLIP, "fp16"),
+    "no division": (1e9, "fp32", (DIVISION, f"/ {OWN_TARGETS}")),
+    "short window divided as if full": (
+        1e9,
+        "fp32",
+        with_list(),
+        (DIVISION, "/ n_targets / 4 * len(window)"),
+    ),
+    "unshifted labels counted": (1e9, "fp32", with_list(f"n_targets = {ALL_LABELS}")),
+    "unscaled per micro-batch": (
+        CLIP,
+        "fp16",
+        (UNSCALE, "pass"),
+        (STEP, "optimizer.step()"),
+        (UPDATE, "pass"),
+        after_each(UNSCALE, UPDATE),
+    ),
+    # the scaler's step then unscales what is clipped
+    "clipped before unscaling": (CLIP, "fp16", (UNSCALE, "pass")),
 }
 FAR_OUTSIDE = {"fp32": 1000 * TOLERANCE["fp32"], "fp16": 20 * TOLERANCE["fp16"]}
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__.replace("_", " "))
+@pytest.mark.parametrize("bug", BUGS)
 def test_each_classic_bug_in_the_step_is_caught(bug, monkeypatch):
     """Far outside the tolerance, not just outside."""
-    clip, precision = BUGS[bug]
+    clip, precision, *changes = BUGS[bug]
     right, _ = run(full_batches(), precision, 1, clip)
-    monkeypatch.setattr(module, "take_step", bug)
+    monkeypatch.setattr(module, "take_step", broken(take_step, *changes))
     wrong, _ = run(micro_batches(), precision, 4, clip)
     assert largest_error(wrong, right) > FAR_OUTSIDE[precision]

@@ -4,14 +4,13 @@ import math
 import random
 from functools import partial
 
-import nbformat
 import numpy as np
 import pytest
 
 import labutils as lab
 from labutils.training import noise
 from labutils.training.noise import CANNOT_TELL, paired_difference, paired_ratio
-from tests.helpers import CPU, committed
+from tests.helpers import CPU, code_of
 
 FIRST = [1.0, 1.1, 0.9, 1.0, 1.05]
 LARGER = [1.2, 1.32, 1.08, 1.21, 1.24]
@@ -48,9 +47,9 @@ def test_a_pair_with_a_run_that_diverged_is_left_out():
 
 def test_the_rule_on_the_page_is_the_package_s():
     rule: dict = {}
-    for cell in nbformat.reads(committed("01-Mixed_Precision.ipynb"), as_version=4).cells:
-        if "def interval(" in cell.source or "def verdict(" in cell.source:
-            exec(cell.source, rule)
+    for source in code_of("01-Mixed_Precision.ipynb").values():
+        if "def interval(" in source or "def verdict(" in source:
+            exec(source, rule)
     draw, verdicts = random.Random(1), set()
     for _ in range(600):
         zeros, shift = [0.0] * draw.choice((5, 9, 12)), draw.choice((-3.0, -1.0, 0.0, 1.0, 3.0))
