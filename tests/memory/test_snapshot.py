@@ -104,18 +104,6 @@ def test_the_allocators_own_format(tmp_path):
     assert history.alive().sum(axis=1).tolist() == [512, 1536, 5632, 5120, 7168]
 
 
-def test_after_an_error_in_a_cell_the_tensors_of_its_frames_are_free():
-    """IPython keeps the last traceback; `free_memory` lets go of what hangs on it."""
-    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
-    shell.run_cell("import torch")
-    before = lab.allocated_bytes(CPU)
-    cell = "def f():\n    held = torch.zeros(1_000_000)\n    raise RuntimeError(held.shape)\nf()"
-    assert isinstance(shell.run_cell(cell).error_in_exec, RuntimeError)
-    assert lab.allocated_bytes(CPU) >= before + 4_000_000
-    lab.free_memory()
-    assert lab.allocated_bytes(CPU) == before
-
-
 def test_gradients_count_as_allocated_although_nothing_looked_at_them():
     layer = torch.nn.Linear(1000, 500, bias=False)
     before = lab.allocated_bytes(CPU)

@@ -152,14 +152,5 @@ def test_limits_of_the_control_group_count(tmp_path, monkeypatch, membership, fi
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     assert usable_cpus() == cpus
     assert free_host_bytes() == GIB // 2 + GIB // 8
-
-
-def test_threads_follow_affinity():
-    code = "import labutils as lab, torch; torch.set_num_threads(8); lab.setup(); print(torch.get_num_threads())"
-    only = "import os; os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]}); "
-    if not hasattr(machine.os, "sched_setaffinity"):
-        pytest.skip("this system has no affinity")
-    done = subprocess.run(
-        [sys.executable, "-c", only + code], cwd=REPO, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "1"
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {3}, raising=False)
+    assert usable_cpus() == 1

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import labutils as lab
-from labutils.config.card import PrecisionUnsupported
+from tests.helpers import CPU
 
-CPU = torch.device("cpu")
 SMALL = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "steps": 2}
 
 
@@ -21,8 +19,3 @@ def test_a_workload_trains_one_step_as_its_config_says():
     expected = work.loss_fn(work.model, batch).item() / (2 * 31)
     series = lab.train(work.model, iter([batch]), work.loss_fn, work.optimizer, steps=1)
     assert series.loss == pytest.approx([expected])
-
-
-def test_a_precision_that_a_cpu_lacks_is_not_built_as_another():
-    with pytest.raises(PrecisionUnsupported, match="tf32 cannot run here"):
-        lab.build(lab.load_config("tf32", **SMALL, lr_warmup_steps=0), CPU)

@@ -164,11 +164,7 @@ def test_a_pass_reads_no_number_back_from_the_device():
     assert reads("sdpa") > 0
 
 
-def test_sizes_are_gpt2s():
-    for name, millions in (("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-xl", 1557.6)):
-        with torch.device("meta"):
-            model = lab.build_model(name)
-        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+def test_a_padded_vocabulary_counts_in_flops_and_more_positions_can_be_asked_for():
     with torch.device("meta"):
         padded = lab.build_model("gpt2", pad_vocab=True)
     assert padded.lm_head.out_features == 50304
@@ -176,15 +172,6 @@ def test_sizes_are_gpt2s():
     assert flops_per_token(padded, 1024) == pytest.approx(8.55e8, rel=2e-3)
     longer = lab.build_model(seq_len=1100)
     assert longer(input_ids=torch.zeros(1, 1100, dtype=torch.long)).logits.shape[1] == 1100
-
-
-def test_random_weights_touch_no_network(monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise AssertionError("a socket was opened")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    lab.build_model()
 
 
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess:
