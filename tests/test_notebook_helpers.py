@@ -19,12 +19,9 @@ def test_a_ledger_tells_its_peak_in_three_units():
 
 
 def test_sequences_are_the_training_part_of_the_offline_text():
-    train, held_out = lab.load_corpus(min_tokens=20_000).split(16)
-    found = lab.sequences(16)
-    assert torch.equal(found, train)
-    assert found.dtype == torch.int64 and found.shape[1] == 16
-    assert not (found[:, None] == held_out[None, :3]).all(-1).any()
-    assert lab.sequences(16, min_tokens=600_000).numel() > found.numel()
+    train, _ = lab.load_corpus(min_tokens=20_000).split(16)
+    assert torch.equal(lab.sequences(16), train)
+    assert lab.sequences(16, min_tokens=600_000).numel() > train.numel()
 
 
 def test_a_batch_is_moved_with_all_its_tensors():

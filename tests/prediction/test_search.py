@@ -219,17 +219,6 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     assert suggest_changes(tiny, CPU).startswith("No change fits 1 MiB free; the smallest needs ")
 
 
-def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
-    """The config alone would run in what is free now:
-
-    So something else was alive, or what ran was larger.
-    """
-    monkeypatch.setattr(machine, "free_bytes", lambda _: 4 * GIB)
-    answer = suggest_changes(lab.load_config("fp32"), CPU)
-    assert answer.startswith("Alone fp32 needs ") and "4.00 GiB are free now" in answer
-    assert "fits" not in answer and "Delete what you no longer need" in answer
-
-
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     """Where memory is overcommitted, nothing would say no: the process would be killed."""
     # enough, but for fragmentation
