@@ -49,33 +49,6 @@ def test_a_request_is_rounded_up_and_the_driver_asked_for_a_segment(asked, block
     assert allocator.reserved == segment_mib * MIB
 
 
-def test_the_smallest_free_block_that_is_large_enough_is_taken():
-    allocator = CachingAllocator()
-    large, _, small, _ = filled(allocator, 40, 12, 30, 12)
-    for block in (large, small):
-        allocator.free(block)
-    reserved = allocator.reserved
-    assert allocator.allocate(26 * MIB).address == small.address
-    assert allocator.reserved == reserved
-
-
-def test_neighbours_merge_and_holes_between_living_blocks_do_not():
-    """Ten of 2 MiB fill a segment.
-
-    Every second one freed, no hole takes 4 MiB; the others freed too, one takes 20.
-    """
-    allocator = CachingAllocator()
-    blocks = filled(allocator, *[2] * 10)
-    for block in blocks[::2]:
-        allocator.free(block)
-    allocator.free(allocator.allocate(4 * MIB))
-    assert allocator.reserved == 40 * MIB
-    for block in blocks[1::2]:
-        allocator.free(block)
-    allocator.allocate(19 * MIB)
-    assert allocator.reserved == 40 * MIB
-
-
 def test_before_it_gives_up_it_returns_whole_cached_segments():
     allocator = CachingAllocator(50 * MIB)
     small, *_ = filled(allocator, 3, 3)

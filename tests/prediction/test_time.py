@@ -246,6 +246,16 @@ def test_measured_operations_have_the_work_of_predicted_ones():
     assert expected.items() <= smallest.items()
 
 
+def predicted_in_a_process_of_its_own() -> TimeLedger:
+    caches = calibrate.others_compute, calibrate._rates
+    for cache in caches:
+        cache.cache_clear()
+    ledger = predict_time(lab.load_config("fp32"), "cpu")
+    for cache in caches:
+        cache.cache_clear()
+    return ledger
+
+
 @pytest.mark.parametrize("busy_cpus", [1, 2])
 def test_a_cpu_is_measured_once_but_again_if_others_computed_on_it(
     busy_cpus, tmp_path, monkeypatch
@@ -258,13 +268,7 @@ def test_a_cpu_is_measured_once_but_again_if_others_computed_on_it(
     monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(machine, "busy_cpus", lambda: busy_cpus)
-    ledgers = []
-    for _process in range(2):
-        calibrate.others_compute.cache_clear()
-        calibrate._rates.cache_clear()
-        ledgers.append(predict_time(lab.load_config("fp32"), "cpu"))
-    calibrate.others_compute.cache_clear()
-    calibrate._rates.cache_clear()
-    assert (ledgers[0] == ledgers[1]) == (busy_cpus == 1)
-    knows = "not known" not in ledgers[0].why_band
-    assert knows == (ledgers[0].high_ms < math.inf) == (ledgers[0].low_ms > 0) == (busy_cpus == 1)
+    first, again = (predicted_in_a_process_of_its_own() for _ in range(2))
+    assert (first == again) == (busy_cpus == 1)
+    knows = "not known" not in first.why_band
+    assert knows == (first.high_ms < math.inf) == (first.low_ms > 0) == (busy_cpus == 1)
