@@ -48,8 +48,6 @@ def test_two_arms_are_compared_in_turns(runs, capsys):
     for row in rows:
         assert len(row["tokens_per_s"]) == 2 and min(row["tokens_per_s"]) > 0
         assert len(row["losses"]) == 2 + 2 * 4 + bench.PEAK_STEPS
-    n_params = sum(p.numel() for p in lab.build_model().parameters())
-    assert rows[1]["peak_bytes"] > 12 * n_params  # weights and two moments
 
 
 def test_to_slim_a_history_takes_the_machines_paths_and_nothing_else():

@@ -85,18 +85,18 @@ def test_the_allocators_own_format(tmp_path):
         {"filename": f"{Path(torch.__file__).parent}/x.py", "line": 1, "name": "x"},
         {"filename": __file__, "line": 1, "name": "f"},
     ]
-    trace = [
-        # from before the recording
-        {"action": "free_completed", "addr": 9, "size": 512, "frames": []},
-        {"action": "segment_alloc", "addr": 0, "size": 2**21, "frames": frames},
-        {"action": "alloc", "addr": 1, "size": 512, "frames": frames},
-        {"action": "alloc", "addr": 2, "size": 1024, "frames": []},
-        {"action": "free_requested", "addr": 1, "size": 512, "frames": frames},
-        {"action": "oom", "device_free": 0, "size": 2**30},
-        {"action": "alloc", "addr": 3, "size": 4096},
-        {"action": "free_completed", "addr": 1, "size": 512, "frames": frames},
-        {"action": "alloc", "addr": 1, "size": 2048, "frames": frames},
+    rows = [
+        ("free_completed", 9, 512, []),  # from before the recording
+        ("segment_alloc", 0, 2**21, frames),
+        ("alloc", 1, 512, frames),
+        ("alloc", 2, 1024, []),
+        ("free_requested", 1, 512, frames),
+        ("alloc", 3, 4096, []),
+        ("free_completed", 1, 512, frames),
+        ("alloc", 1, 2048, frames),
     ]
+    trace = [dict(zip(("action", "addr", "size", "frames"), row, strict=True)) for row in rows]
+    trace.insert(5, {"action": "oom", "device_free": 0, "size": 2**30})
     (tmp_path / "s.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
     history = snapshot.load(tmp_path / "s.pickle")
     own = "f: from __future__ import annotations"

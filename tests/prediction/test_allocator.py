@@ -61,28 +61,6 @@ def test_before_it_gives_up_it_returns_whole_cached_segments():
         allocator.allocate(18 * MIB)
 
 
-def test_expandable_segments_leave_no_hole_at_the_end_of_each_request():
-    """Three of 33 MiB: segments of 34 MiB each, or one that grows in pieces of 20 MiB."""
-    plain = freed(CachingAllocator(), 33, 33, 33)
-    growing = freed(CachingAllocator(settings=EXPANDABLE), 33, 33, 33)
-    assert (plain.reserved, growing.reserved) == (102 * MIB, 100 * MIB)
-    growing.allocate(99 * MIB)  # the three are one now
-    assert growing.reserved == 100 * MIB
-
-
-def test_empty_cache_takes_whole_pieces_out_of_an_expandable_segment():
-    allocator = CachingAllocator(settings=EXPANDABLE)
-    first, _, last = filled(allocator, 50, 5, 45)
-    allocator.free(first)
-    allocator.empty_cache()
-    assert allocator.reserved == 60 * MIB  # of 50 MiB two pieces; the third is shared
-    allocator.allocate(45 * MIB)  # found room at the same addresses
-    assert allocator.reserved == 100 * MIB
-    allocator.free(last)
-    allocator.empty_cache()
-    assert allocator.reserved == 60 * MIB
-
-
 def test_blocks_beyond_max_split_size_stay_whole():
     allocator = freed(CachingAllocator(settings=Settings(max_split_size_bytes=32 * MIB)), 64)
     allocator.allocate(4 * MIB)

@@ -17,7 +17,6 @@ from torch import nn
 import labutils as lab
 from labutils.cli import main
 from labutils.config.card import CARDS, PrecisionUnsupported
-from labutils.config.choices import CHECKPOINTING
 from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import (
     ACTIVATIONS,
@@ -45,12 +44,11 @@ from labutils.prediction.memory import (
 from labutils.techniques import precision
 from labutils.techniques.loss import count_targets, lm_loss_sum
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import CPU, predicted_on, slow, without_onednn
+from tests.helpers import CPU, POLICIES, predicted_on, slow, without_onednn
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "dropout": 0.0}
 CHECKPOINTED = {"seq_len": 96, "micro_batch_size": 3, "tokens_per_step": 288, "optimizer": "sgd"}
 NANO = {"model": "gpt2-nano", "seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 1024}
-POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]
 SAME_BYTES = partial(pytest.approx, rel=0.005)
 
 

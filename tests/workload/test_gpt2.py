@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,9 +14,7 @@ from labutils.techniques.attention import use_attention
 from labutils.techniques.checkpointing import ATTENTION
 from labutils.techniques.loss import ChunkedLoss
 from labutils.training.runs import flops_per_token
-from tests.helpers import REPO, fill_hub_cache
-
-POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]
+from tests.helpers import POLICIES, fill_hub_cache, in_a_process
 
 
 def test_one_seed_gives_one_model():
@@ -33,7 +28,7 @@ def gradients(model, loss_fn, batch):
     torch.manual_seed(1)  # the same dropout masks
     loss = loss_fn(model, batch)
     loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    return loss.item(), lab.flat_gradient(model)
 
 
 @pytest.mark.parametrize(("chunk_tokens", "name"), [(7, "fp32"), (64, "bf16"), (1, "fp16")])
@@ -162,12 +157,6 @@ def test_a_padded_vocabulary_counts_in_flops_and_more_positions_can_be_asked_for
     assert flops_per_token(padded, 1024) == pytest.approx(8.55e8, rel=2e-3)
     longer = lab.build_model(seq_len=1100)
     assert longer(input_ids=torch.zeros(1, 1100, dtype=torch.long)).logits.shape[1] == 1100
-
-
-def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-W", "default", "-c", f"import labutils as lab, torch\n{code}"]
-    options = {"capture_output": True, "text": True, "cwd": REPO, "timeout": 60}
-    return subprocess.run(command, env=os.environ | environment, **options)
 
 
 def test_building_and_running_says_nothing_on_stderr():
