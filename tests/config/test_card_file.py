@@ -32,7 +32,7 @@ def write(tmp_path):
 
 def test_a_card_is_read_and_has_a_wide_band(write):
     card = load_card(write())
-    assert card.gpu.capability == (8, 6)
+    assert (card.gpu.capability, card.memory_gib, card.speed.gb_per_s) == ((8, 6), 7.6, 448)
     assert not card.has_bf16  # the file gives no rate for it
     ledger = predict_time(lab.load_config("fp16"), card)
     assert ledger.high_ms == pytest.approx(1.6 * ledger.step_ms)

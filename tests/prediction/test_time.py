@@ -160,12 +160,12 @@ def test_accumulation_repeats_micro_batches_and_not_the_update():
     assert four.phases_ms["optimizer"] == pytest.approx(one.phases_ms["optimizer"], rel=0.1)
 
 
-def test_recomputation_costs_time_and_a_compiled_step_saves_some():
-    def step_ms(**changes):
-        return predict_time(lab.load_config("bf16", **changes), "a100").step_ms
-
-    assert 1.15 < step_ms(gradient_checkpointing="block") / step_ms() < 1.4
-    assert step_ms(compile="default") < 0.8 * step_ms()
+def test_recomputation_costs_time():
+    plain, checkpointed = (
+        predict_time(lab.load_config("bf16", gradient_checkpointing=policy), "a100").step_ms
+        for policy in ("none", "block")
+    )
+    assert 1.15 < checkpointed / plain < 1.4
 
 
 def predicted_ms(row, ledger: TimeLedger, card: Card, n_micro_batches: int) -> float:

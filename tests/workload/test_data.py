@@ -48,13 +48,6 @@ def test_a_corpus_grows_by_documents_until_it_has_enough():
     assert small.ids[-1] == large.ids[-1] == end and (large.ids == end).sum() == 2
 
 
-def test_own_text_works(tmp_path):
-    text = tmp_path / "mine.txt"
-    text.write_text("Zwölf Boxkämpfer jagen Viktor. 你好。 " * 400, encoding="utf-8")
-    blocks, held_out = lab.load_corpus(str(text)).split(16)
-    assert len(blocks) and len(held_out)
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
