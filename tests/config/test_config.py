@@ -55,10 +55,7 @@ def test_precision_configs_differ_only_in_marked_lines():
 
 MISTAKES = [
     ("learning_rate: 6e-4", "learning_rte: 6e-4", "Did you mean `learning_rate`?"),
-    ("seed: 0 ", "seed: 0\nseed: 1 ", "`seed` is given twice"),
     ("steps: 60", "steps: sixty", "`steps`: expected a valid integer, got 'sixty'"),
-    ("steps: 60", "steps: 0", "`steps`: expected greater than or equal to 1, got '0'"),
-    ("steps: 60", "steps: [60]", "`steps`: expected a valid integer, got []"),
     ("name: fp32", "name: my run", "`name`: expected letters, digits"),
     ("precision: fp32", "precision: FP16", "'16bit', got 'FP16'. Did you mean `fp16`?"),
     ("learning_rate: 6e-4", "learning_rate: .inf", "`learning_rate`: expected"),
@@ -103,7 +100,6 @@ def test_a_step_in_backward_needs_one_whole_micro_batch(write):
     [
         ("a: [1, 2", "not YAML"),
         ("", "Expected lines of `key: value`"),
-        ("- a\n- b\n", "Expected lines of `key: value`"),
         ("seed: 0\n---\nseed: 1\n", "another document"),
         ("steps: 6\n\tseed: 0\n", "indented with spaces"),
         ("note: a: b\n", 'text with a colon in "quotes"'),

@@ -33,7 +33,6 @@ def freed(allocator: CachingAllocator, *mib: float) -> CachingAllocator:
     ("asked", "block", "segment_mib"),
     [
         (1, 512, 2),
-        (512, 512, 2),
         (513, 1024, 2),
         (MIB, MIB, 2),
         (MIB + 1, MIB + 512, 20),

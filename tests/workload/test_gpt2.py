@@ -9,18 +9,25 @@ import torch.nn.functional as F
 from transformers import GPT2LMHeadModel
 
 import labutils as lab
+from labutils.config.card import PrecisionUnsupported
 from labutils.config.choices import CHECKPOINTING
 from labutils.techniques.attention import use_attention
 from labutils.techniques.checkpointing import ATTENTION
 from labutils.techniques.loss import ChunkedLoss
 from labutils.training.runs import flops_per_token
-from tests.helpers import POLICIES, fill_hub_cache, in_a_process
+from tests.helpers import CPU, POLICIES, TINY, fill_hub_cache, in_a_process
 
 
 def test_one_seed_gives_one_model():
     a, b, c = (lab.build_model(seed=s).transformer.h[0].attn.c_attn.weight for s in (0, 0, 1))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
+
+
+def test_a_workload_is_in_training_mode_and_no_precision_is_built_as_another():
+    assert lab.build(lab.load_config("fp32", **TINY), CPU).model.training
+    with pytest.raises(PrecisionUnsupported, match="tf32 cannot run here"):
+        lab.build(lab.load_config("tf32", **TINY), CPU)
 
 
 def gradients(model, loss_fn, batch):
