@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torch import nn
 
 import labutils as lab
 from labutils import machine
+from labutils.config.choices import CHECKPOINTING
 from labutils.config.schema import resolve
 from labutils.prediction.memory import Prediction, predicted
 
@@ -21,6 +24,7 @@ REPO = Path(__file__).resolve().parent.parent
 slow = pytest.mark.slow
 slowest = pytest.mark.slowest
 CPU = torch.device("cpu")
+POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]
 # The smallest run: three steps of two sequences.
 TINY = {"steps": 3, "lr_warmup_steps": 0}
 TINY |= {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 32}
@@ -56,6 +60,13 @@ def without_onednn() -> AbstractContextManager:
     cent of the peak.
     """
     return torch.backends.mkldnn.flags(enabled=False, allow_tf32=None, fp32_precision=None)
+
+
+def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run code that has `lab` and `torch` in a process of its own."""
+    command = [sys.executable, "-W", "default", "-c", f"import labutils as lab, torch\n{code}"]
+    options = {"capture_output": True, "text": True, "cwd": REPO, "timeout": 60}
+    return subprocess.run(command, env=os.environ | environment, **options)
 
 
 def fill_hub_cache(folder: Path) -> nn.Module:

@@ -13,7 +13,6 @@ import torch
 
 import labutils as lab
 from benchmarks.allocator_table import Trials
-from labutils.config.choices import CHECKPOINTING
 from labutils.machine import card_of
 from labutils.memory.ledger import MemoryLedger
 from labutils.memory.tensors import tensor_bytes
@@ -25,11 +24,10 @@ from labutils.techniques.adapters import add_lora
 from labutils.training.runs import RunRecord
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import REPO, predicted_on
+from tests.helpers import POLICIES, REPO, predicted_on
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-POLICIES = [row.name for row in CHECKPOINTING.values() if row.is_on]
 SMALL = {
     "model": "gpt2-nano",
     "seq_len": 64,

@@ -72,8 +72,6 @@ def test_the_command_writes_what_can_be_read_again(runs, tmp_path, monkeypatch):
     for _, rows in made.groupby(["sequences", "tokens"]):
         assert tuple(rows.learning_rate) == records.LEARNING_RATES
         assert rows.held_out_loss.nunique() == len(rows)  # the rate was used
-    arms = {(arm, seed) for arm, seed, _ in records.plan_of("convergence", seeds=2)}
-    assert arms == {(arm, seed) for arm in convergence.ARMS for seed in (0, 1)}
 
 
 def test_the_shipped_rates_say_why_the_small_batch_has_its_rate():

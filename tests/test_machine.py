@@ -80,13 +80,6 @@ def test_a_usable_card_or_none_is_no_problem(card, monkeypatch):
     assert card(is_available=False) == ""
 
 
-def test_environment_is_text_and_names_the_device():
-    where = machine.choose_device()
-    facts = machine.environment(where)
-    assert all(isinstance(value, str) and value for value in facts.values())
-    assert facts["device"] == machine.device_name(where)
-
-
 def test_what_torch_holds_unused_is_free(monkeypatch):
     """One answer to "how much is free on this card", whoever asks."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 8 * GIB))
@@ -114,8 +107,10 @@ def choose(monkeypatch):
     machine.choose_threads.cache_clear()
 
 
-def test_a_quiet_machine_keeps_its_threads(choose):
-    assert choose(0.3) == "" and torch.get_num_threads() == 4
+@pytest.mark.parametrize("n_cpus", [4, 2])
+def test_a_quiet_machine_computes_with_the_cpus_that_it_may_use(choose, monkeypatch, n_cpus):
+    monkeypatch.setattr(machine, "usable_cpus", lambda: n_cpus)
+    assert choose(0.3) == "" and torch.get_num_threads() == n_cpus
 
 
 def test_a_busy_machine_computes_with_one_thread_and_says_so(choose, capsys):

@@ -19,12 +19,9 @@ def test_a_ledger_tells_its_peak_in_three_units():
 
 
 def test_sequences_are_the_training_part_of_the_offline_text():
-    train, held_out = lab.load_corpus(min_tokens=20_000).split(16)
-    found = lab.sequences(16)
-    assert torch.equal(found, train)
-    assert found.dtype == torch.int64 and found.shape[1] == 16
-    assert not (found[:, None] == held_out[None, :3]).all(-1).any()
-    assert lab.sequences(16, min_tokens=600_000).numel() > found.numel()
+    train, _ = lab.load_corpus(min_tokens=20_000).split(16)
+    assert torch.equal(lab.sequences(16), train)
+    assert lab.sequences(16, min_tokens=600_000).numel() > train.numel()
 
 
 def test_a_batch_is_moved_with_all_its_tensors():
@@ -39,26 +36,13 @@ def test_a_flat_gradient_has_every_parameter_in_order():
     net = two_layers()
     net(torch.ones(3, 4)).sum().backward()
     flat = lab.flat_gradient(net)
-    sizes = [parameter.numel() for parameter in net.parameters()]
-    assert flat.shape == (sum(sizes),)
-    for part, parameter in zip(flat.split(sizes), net.parameters(), strict=True):
-        assert torch.equal(part.view_as(parameter), parameter.grad)
+    parts = [parameter.grad.flatten() for parameter in net.parameters()]
+    assert torch.equal(flat, torch.cat(parts))
     net.zero_grad(set_to_none=False)
     assert flat.norm() > 0  # a copy: what happens to .grad later does not reach it
     net[2].bias.grad = None
     with pytest.raises(ValueError, match=r"2\.bias has no gradient"):
         lab.flat_gradient(net)
-
-
-def test_bytes_kept_for_backward_are_those_of_a_count_by_hand():
-    net = two_layers()
-    x = torch.ones(3, 4)
-    with lab.saved_for_backward(net) as kept:
-        loss = net(x).sum()
-    # the first layer keeps its input, tanh its output, which is the second layer's input too
-    assert kept.total() == x.nbytes + 4 * 3 * 8
-    loss.backward()  # the graph still works
-    assert net[0].weight.grad is not None
 
 
 def test_views_of_one_storage_count_once_and_weights_not_at_all():
@@ -80,3 +64,5 @@ def test_what_is_kept_can_be_counted_by_kind():
     # ReLU keeps its output
     assert kept == {torch.bool: mask.nbytes, torch.float32: x.nbytes + output.nbytes}
     assert kept[torch.int64] == 0  # a Counter: what is not there is 0
+    output.sum().backward()  # the graph still works
+    assert net[0].weight.grad is not None

@@ -82,8 +82,8 @@ UNALIGNED_COMPILED = 1.3
 SIXTEEN_BIT_SHARES = {(8, 0): 0.82}  # by compute capability
 # How far below and above the prediction a measurement may lie, as shares of the prediction. No
 # constant was fitted to the steps of published.csv. They took 0.86 to 1.2 times as long as
-# predicted, compiled 0.85 to 1.47 times: `python -m tests.prediction.time_error`. Equal configs on
-# equal cards differ by 7 % and, compiled, by 25 % between three people.
+# predicted, compiled 0.85 to 1.47 times: `pytest -m slow -s tests/prediction/test_time.py` prints
+# the errors. Equal configs on equal cards differ by 7 %, compiled by 25 %, between three people.
 EAGER_BAND, COMPILED_BAND = (0.20, 0.25), (0.20, 0.40)
 # The same steps took 0.65 to 1.57 times as long as predicted without what was measured on their
 # card. A call takes the hosts of others 7 to 20 µs; 12 are assumed.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
-from contextlib import suppress
 from functools import reduce
 from itertools import product
 from operator import attrgetter
@@ -18,16 +16,10 @@ from benchmarks.exhibit_tables import WINDOW, window_config
 from labutils.config.schema import Config
 from labutils.exhibits import play, seeds_data
 from labutils.exhibits.exhibit import described, table_of
-from labutils.prediction.allocator import (
-    DEFAULT,
-    EXPANDABLE,
-    CachingAllocator,
-    OutOfMemory,
-    Settings,
-)
+from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
 from labutils.techniques.numerics import FP16
+from tests.prediction.allocator_story import story
 
-MIB = 2**20
 NAME = attrgetter("name")
 
 
@@ -114,30 +106,17 @@ def test_the_scaler_walks_as_torchs_does(node):
 
 
 def random_events(seed: int, limit: float, settings: Settings) -> tuple[list[dict], list]:
-    """Return 150 events, and what the rules in Python leave.
+    """Return random events, and what the rules in Python leave.
 
     These are [bytes allocated, reserved] after each event, the addresses of what lives in the end,
     and how many times memory ran short.
     """
-    dice, cache = random.Random(seed), CachingAllocator(limit, settings)
-    edges = (512, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 19 * MIB)
-    events, states, alive = [], [], {}
-    for number in range(150):
-        choice = dice.random()
-        if choice < 0.04:
-            events.append({"empty": True})
-            cache.empty_cache()
-        elif choice < 0.45 and alive:
-            gone = dice.choice(list(alive))
-            events.append({"free": [gone]})
-            cache.free(alive.pop(gone))
-        else:
-            n_bytes = dice.choice([dice.choice(edges), int(2 ** dice.uniform(0, 26))])
-            events.append({"new": [[number, n_bytes]]})
-            with suppress(OutOfMemory):
-                alive[number] = cache.allocate(n_bytes)
+    cache, events, states = CachingAllocator(limit, settings), [], []
+    for event, alive in story(seed, cache):
+        events.append(event)
         states.append([cache.allocated, cache.reserved])
-    return events, [states, [block.address for block in alive.values()], cache.n_retries]
+        addresses = [block.address for block in alive.values()]
+    return events, [states, addresses, cache.n_retries]
 
 
 @pytest.mark.parametrize("settings", [DEFAULT, EXPANDABLE], ids=["fixed", "expandable"])

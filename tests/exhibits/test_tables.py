@@ -84,7 +84,6 @@ def test_the_file_is_the_setting(node, tmp_path):
     ("name", "wrong"),
     [
         ("plan", {"model": "gpt3"}),
-        ("plan", {"dropout": 0.1}),
         ("amdahl", {"share": 1.5, "speedup": 2.0}),
         ("amdahl", {"share": 0.5}),
     ],

@@ -57,19 +57,15 @@ def test_standing_bytes_are_exact_and_the_forward_peak_is_what_arithmetic_says(c
     assert capfd.readouterr().err == ""
 
 
-def test_gradients_stay_alive_between_micro_batches():
-    one, two = measured(chain()), measured(chain(), 2)
+def test_gradients_stay_alive_between_micro_batches_and_a_second_measurement_finds_the_same():
+    """A hook that the first has left behind would begin phases of its own."""
+    model = chain()
+    one, two, again = measured(chain()), measured(model, 2), measured(model, 2)
     assert two.phases["forward"][GRADIENTS] == WEIGHTS
     activations = one.phases["forward"][ACTIVATIONS]
     assert two.phases["forward"][ACTIVATIONS] == pytest.approx(activations, abs=64)
-
-
-def test_a_second_measurement_finds_what_the_first_did():
-    """A hook that the first has left behind would begin phases of its own."""
-    model = chain()
-    first, second = measured(model, 2), measured(model, 2)
-    assert second == first
-    assert list(second.phases) == ["forward", "loss", "backward", "optimizer"]
+    assert again == two
+    assert list(again.phases) == ["forward", "loss", "backward", "optimizer"]
 
 
 def test_measured_fp16_step_is_not_a_skipped_one():

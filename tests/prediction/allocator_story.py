@@ -1,9 +1,8 @@
-"""Hold the allocator's rules against torch's: random requests and frees on a CUDA device, all bytes
-compared.
+"""Random requests and frees, for the allocator's rules; and the rules held against torch's own.
 
     PYTORCH_ALLOC_CONF=expandable_segments:True python -m tests.prediction.allocator_story CAP_MIB
 
-A test runs it in a process of its own. A cap of 0 is none.
+compares all bytes on a CUDA device. A test runs it in a process of its own. A cap of 0 is none.
 """
 
 from __future__ import annotations
@@ -12,46 +11,56 @@ import math
 import os
 import random
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
 
 from labutils.memory.device_memory import memory_limit
-from labutils.prediction.allocator import Block, CachingAllocator, OutOfMemory, Settings
+from labutils.prediction.allocator import MIB, Block, CachingAllocator, OutOfMemory, Settings
 
 CUDA = torch.device("cuda")
+EDGES = (512, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 19 * MIB)
 
 
-def ask_both(size: int, ours: CachingAllocator) -> tuple[torch.Tensor | None, Block | None]:
-    """Return what torch and our allocator hand out for a request; None where memory is out."""
-    tensor = block = None
-    with suppress(torch.OutOfMemoryError):
-        tensor = torch.empty(size, dtype=torch.uint8, device=CUDA)
-    with suppress(OutOfMemory):
-        block = ours.allocate(size)
-    return tensor, block
+def story(
+    seed: int, cache: CachingAllocator, n: int = 150, share_emptied: float = 0.04
+) -> Iterator[tuple[dict, dict[int, Block]]]:
+    """Yield so many events, as the exhibit has them, and the blocks that are alive after each."""
+    dice, alive = random.Random(seed), {}
+    for number in range(n):
+        choice = dice.random()
+        if choice < share_emptied:
+            event = {"empty": True}
+            cache.empty_cache()
+        elif choice < 0.45 and alive:
+            gone = dice.choice(list(alive))
+            event = {"free": [gone]}
+            cache.free(alive.pop(gone))
+        else:
+            n_bytes = dice.choice([dice.choice(EDGES), int(2 ** dice.uniform(0, 26))])
+            event = {"new": [[number, n_bytes]]}
+            with suppress(OutOfMemory):
+                alive[number] = cache.allocate(n_bytes)
+        yield event, alive
 
 
-def main(cap_mib: int, steps: int = 2000) -> None:
-    dice, alive, refused = random.Random(0), [], 0
+def main(cap_mib: int) -> None:
     settings = Settings.parse(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    ours = CachingAllocator(cap_mib * 2**20 or math.inf, settings)
+    ours = CachingAllocator(cap_mib * MIB or math.inf, settings)
+    tensors, refused = {}, 0
     with memory_limit(cap_mib / 1024, CUDA):
-        for step in range(steps):
-            if alive and dice.random() < 0.48:
-                tensor, block = alive.pop(dice.randrange(len(alive)))
-                del tensor
-                ours.free(block)
-            else:
-                tensor, block = ask_both(int(2 ** dice.uniform(8, 26.5)), ours)
-                assert (tensor is None) == (block is None), f"step {step}: one alone refused"
-                if block:
-                    alive.append((tensor, block))
-                else:
+        for event, alive in story(0, ours, 2000, share_emptied=0.0):
+            for number in event.get("free", []):
+                del tensors[number]
+            for number, n_bytes in event.get("new", []):
+                try:
+                    tensors[number] = torch.empty(n_bytes, dtype=torch.uint8, device=CUDA)
+                except torch.OutOfMemoryError:
                     refused += 1
-                del tensor
+            assert tensors.keys() == alive.keys(), f"{event}: one alone refused"
             theirs = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            assert theirs == (ours.allocated, ours.reserved), f"step {step}: theirs {theirs}"
+            assert theirs == (ours.allocated, ours.reserved), f"{event}: theirs {theirs}"
     print(f"{refused} refused, {ours.n_retries} times the cache was emptied; all else equal")
 
 

@@ -95,13 +95,11 @@ def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
 # ---- Each change alone
 
 
-@pytest.mark.parametrize("device", ["own", pytest.param("a100", marks=slow)])
 @pytest.mark.parametrize(
     "name", [n if n == "optimized" else pytest.param(n, marks=slow) for n in NAMES]
 )
-def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name, device):
-    if device == "own":  # on a CPU nothing is left that would help xl
-        device = "rtx4060" if name == "xl" else "cpu"
+def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
+    device = "rtx4060" if name == "xl" else "cpu"  # there nothing is left that would help xl
     advice = advise(lab.load_config(name), device)
     first = advice.helpful[0]
     again = predict_memory(advice.original.config.model_copy(update=first.changes), device)
@@ -137,8 +135,6 @@ def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
     assert main(["predict", "mine", "--advise", "--device", "cpu"]) == 0
     from_record = capsys.readouterr().out
     assert from_record.startswith("mine: predicted peak") and "measured" in from_record
-    assert main(["predict", "fp32", "--advise", "--device", "t4", "--set=precision=tf32"]) == 1
-    assert "use fp16" in capsys.readouterr().err
 
 
 # ---- The largest sizes
@@ -217,17 +213,6 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     monkeypatch.setattr(machine, "free_bytes", lambda _: 2**20)
     tiny = lab.load_config("fp32", **SHORT)
     assert suggest_changes(tiny, CPU).startswith("No change fits 1 MiB free; the smallest needs ")
-
-
-def test_who_just_ran_out_is_not_told_that_it_fits(monkeypatch):
-    """The config alone would run in what is free now:
-
-    So something else was alive, or what ran was larger.
-    """
-    monkeypatch.setattr(machine, "free_bytes", lambda _: 4 * GIB)
-    answer = suggest_changes(lab.load_config("fp32"), CPU)
-    assert answer.startswith("Alone fp32 needs ") and "4.00 GiB are free now" in answer
-    assert "fits" not in answer and "Delete what you no longer need" in answer
 
 
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):

@@ -1,7 +1,9 @@
 """The time ledger: what it counts, its bands, and how near it comes to what others measured."""
 
 import math
+from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -9,24 +11,25 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import labutils as lab
 from labutils import machine
-from labutils.config.card import CARDS
+from labutils.config.card import CARDS, Card, Speed
 from labutils.memory.kinds import FLASH
 from labutils.prediction import calibrate
 from labutils.prediction.calibrate import CpuRates
 from labutils.prediction.fusion import fuse
-from labutils.prediction.published import published
+from labutils.prediction.published import config_of_row, published
 from labutils.prediction.time import (
     KERNEL_SECONDS,
     LAUNCHES,
     MEMORY,
     PRODUCTS,
     GpuTime,
+    TimeLedger,
     predict_time,
 )
 from labutils.prediction.trace import trace_config, traced_module
 from labutils.prediction.work import PRODUCT, Work
 from labutils.techniques.loss import lm_loss_sum
-from tests.prediction.time_error import by_group, scored
+from tests.helpers import slow
 
 
 def works_of(trace):
@@ -170,37 +173,74 @@ def test_accumulation_repeats_micro_batches_and_not_the_update():
     assert four.phases_ms["optimizer"] == pytest.approx(one.phases_ms["optimizer"], rel=0.1)
 
 
-def test_recomputation_costs_time_and_a_compiled_step_saves_some():
-    def step_ms(**changes):
-        return predict_time(lab.load_config("bf16", **changes), "a100").step_ms
+def test_recomputation_costs_time():
+    plain, checkpointed = (
+        predict_time(lab.load_config("bf16", gradient_checkpointing=policy), "a100").step_ms
+        for policy in ("none", "block")
+    )
+    assert 1.15 < checkpointed / plain < 1.4
 
-    assert 1.15 < step_ms(gradient_checkpointing="block") / step_ms() < 1.4
-    assert step_ms(compile="default") < 0.8 * step_ms()
+
+def predicted_ms(row, ledger: TimeLedger, card: Card, n_micro_batches: int) -> float:
+    """Return the milliseconds of what was timed in a row: a part of the step, or more than it."""
+    phases = ledger.phases_ms
+    forward = phases["forward"] + phases["loss"]
+    parts = {
+        "forward": forward,
+        "forward and backward": forward + phases["backward"],
+        "step": ledger.step_ms,
+        "micro-step": ledger.step_ms / n_micro_batches,
+    }
+    return parts[row.what] + 1e3 * row.besides_gb / (card.speed.elements_share * card.speed.gb_per_s)
+
+
+def scored(rows: pd.DataFrame, is_calibrated: bool = True) -> pd.DataFrame:
+    """Return for each published row the error in %, half the band's width in %, and whether the
+    measured step lies in the band; else as if nothing had been measured on its card.
+    """
+    scores = []
+    for row in rows.itertuples():
+        config, card = config_of_row(row.config), CARDS[row.card]
+        if not is_calibrated:
+            card = replace(card, speed=Speed(card.speed.tflops, card.speed.gb_per_s, {}))
+        ledger = predict_time(config, card)
+        ms = predicted_ms(row, ledger, card, config.grad_accum_steps)
+        low, high = ledger.low_ms / ledger.step_ms, ledger.high_ms / ledger.step_ms
+        score = {"id": row.id, "card": row.card, "ms": ms, "error": 100 * (ms / row.ms - 1)}
+        score |= {"inside": low * ms <= row.ms <= high * ms, "width": 50 * (high - low)}
+        scores.append(score)
+    return pd.DataFrame(scores)
 
 
 def test_the_lectures_ladder_has_the_right_signs_and_lies_in_the_bands():
     rows = published()
-    ladder = rows[rows.id.str.startswith("K")]
-    table = scored(ladder)
-    assert table.error.abs().median() <= 12 and table["error inside"].all()
-    steps = (1 + table.error.to_numpy() / 100) * ladder.ms.to_numpy()
-    # what its loop moves besides is not predicted
-    assert list(steps) == sorted(steps, reverse=True)
+    table = scored(rows[rows.id.str.startswith("K")])
+    assert table.error.abs().median() <= 12 and table.inside.all()
+    assert table.ms.is_monotonic_decreasing  # what its loop moves besides is not predicted
 
 
-@pytest.mark.slow
+@slow
 def test_published_steps_are_met_by_a_ledger_that_does_not_know_them():
-    """Leave a card out, with all that was measured on it; leave a source out."""
-    table = scored(published())
-    for name in ("error", "uncalibrated"):
-        assert table[name].abs().median() <= 12 and abs(table[name].mean()) <= 6
-        assert table[f"{name} inside"].mean() >= 0.85
-    assert table["error width"].median() <= 30 and table["error width"].max() <= 50
-    cards = by_group(table, "card")
-    known = cards[cards.steps >= 4]
-    assert (known.lowest < 0).all() and (known.highest > 0).all()
-    sources = by_group(table, "source")
-    assert (sources.covered * sources.steps).sum() / sources.steps.sum() >= 85
+    """No constant was fitted to them: all come from single operations. Harder is to leave out what
+    was measured on the card as well. Prints the errors.
+    """
+    tables = scored(published()), scored(published(), is_calibrated=False)
+    for table in tables:
+        print(table.round(1).to_string())
+        assert table.error.abs().median() <= 12 and abs(table.error.mean()) <= 6
+        assert table.inside.mean() >= 0.85
+    known, _ = tables
+    assert known.width.median() <= 30 and known.width.max() <= 50
+    cards = known.groupby("card").error.agg(["size", "min", "max"])
+    often = cards[cards["size"] >= 4]
+    assert (often["min"] < 0).all() and (often["max"] > 0).all()
+    # a band drawn around all other sources holds most of a source's steps
+    ratios = 1 / (1 + known.error / 100)
+    held = []
+    for _, own in ratios.groupby(known.id.str[0]):
+        others = ratios.drop(own.index)
+        held += [*own.between(*others.quantile([0.05, 0.95]))]
+    assert sum(held) / len(held) >= 0.85
 
 
 def test_any_module_has_a_time():
@@ -226,6 +266,16 @@ def test_measured_operations_have_the_work_of_predicted_ones():
     assert expected.items() <= smallest.items()
 
 
+def predicted_in_a_process_of_its_own() -> TimeLedger:
+    caches = calibrate.others_compute, calibrate._rates
+    for cache in caches:
+        cache.cache_clear()
+    ledger = predict_time(lab.load_config("fp32"), "cpu")
+    for cache in caches:
+        cache.cache_clear()
+    return ledger
+
+
 @pytest.mark.parametrize("busy_cpus", [1, 2])
 def test_a_cpu_is_measured_once_but_again_if_others_computed_on_it(
     busy_cpus, tmp_path, monkeypatch
@@ -238,13 +288,7 @@ def test_a_cpu_is_measured_once_but_again_if_others_computed_on_it(
     monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(machine, "busy_cpus", lambda: busy_cpus)
-    ledgers = []
-    for _process in range(2):
-        calibrate.others_compute.cache_clear()
-        calibrate._rates.cache_clear()
-        ledgers.append(predict_time(lab.load_config("fp32"), "cpu"))
-    calibrate.others_compute.cache_clear()
-    calibrate._rates.cache_clear()
-    assert (ledgers[0] == ledgers[1]) == (busy_cpus == 1)
-    knows = "not known" not in ledgers[0].why_band
-    assert knows == (ledgers[0].high_ms < math.inf) == (ledgers[0].low_ms > 0) == (busy_cpus == 1)
+    first, again = (predicted_in_a_process_of_its_own() for _ in range(2))
+    assert (first == again) == (busy_cpus == 1)
+    knows = "not known" not in first.why_band
+    assert knows == (first.high_ms < math.inf) == (first.low_ms > 0) == (busy_cpus == 1)
