@@ -46,6 +46,7 @@ SOLUTIONS = {
             "is it ever taken out": [(UNSCALE, ""), (STEP + UPDATE, OWN_STEP)],
             "who updates it": [(UPDATE, "")],
             "never cleared": [(ZERO, "")],
+            "cleared before the step": [(STEP, ZERO + STEP)],
             "for which dtype": [("torch.float16", "torch.bfloat16")],
             "stepped 0 times": [(STEP, "")],
             "it raised ValueError": [(CLIP, "    raise ValueError('x')\n")],
