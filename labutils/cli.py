@@ -255,8 +255,8 @@ def predict(
         subject = load_record(config)
     memory = subject.memory if is_record else None
     own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
-    is_cpu = (device or own_device) == "cpu"  # its operations are measured as a run computes them
-    busy = choose_threads() if is_cpu else ""
+    # a CPU's operations are measured as a run computes them
+    busy = choose_threads() if (device or own_device) == "cpu" else ""
     if busy:
         print(busy, file=sys.stderr)
     try:

@@ -79,7 +79,6 @@ def test_the_shipped_rates_say_why_the_small_batch_has_its_rate():
     for tokens in (8192, rates.tokens.max()):
         losses = rates[rates.tokens == tokens].set_index("learning_rate").held_out_loss
         assert losses.idxmin() == convergence.ARMS["batch_8"][2]
-        assert set(losses.index) == set(records.LEARNING_RATES)
 
 
 # ---- Stability
@@ -89,7 +88,6 @@ def test_the_arms_of_a_seed_differ_in_precision_and_rounding_alone():
     arms = [records.stability_options("usual", arm, 3, 16) for arm in records.STABILITY_ARMS]
     configs = [lab.load_config("accumulation", **options) for options in arms]
     assert_only_these_differ(configs, "precision", "optimizer")
-    assert configs[0].growth_interval == 2000 and configs[0].lr_schedule == "cosine"
 
 
 def test_rows_have_the_mean_of_their_steps_and_the_skips_so_far():

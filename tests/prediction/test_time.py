@@ -191,7 +191,9 @@ def predicted_ms(row, ledger: TimeLedger, card: Card, n_micro_batches: int) -> f
         "step": ledger.step_ms,
         "micro-step": ledger.step_ms / n_micro_batches,
     }
-    return parts[row.what] + 1e3 * row.besides_gb / (card.speed.elements_share * card.speed.gb_per_s)
+    return parts[row.what] + 1e3 * row.besides_gb / (
+        card.speed.elements_share * card.speed.gb_per_s
+    )
 
 
 def scored(rows: pd.DataFrame, is_calibrated: bool = True) -> pd.DataFrame:
