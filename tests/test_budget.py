@@ -16,7 +16,7 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (48_150, 7_931),
+    "labutils": (48_160, 7_932),
     "tests": (38_000, 6_000),
 }
 PAGE_LINES = 3_290  # HTML, JavaScript, CSS and templates in labutils/

@@ -42,13 +42,13 @@ CLASS = {
             "from labutils import exercises as judge",
             RIGHT_STEP,
             "judge.amp_step(my_step)",
-            "judge.block_runs(n_layer=12, unit=3, answer=24)",
+            "judge.block_runs(n_layer=12, size=3, answer=24)",
         ],
         RIGHT,
     ),
     "tries first": (submission("1 / 0", "my_runs = 12", CHECK_RUNS), RIGHT),
     "open": (submission(runs="my_runs = None", step=STEP), ["open", "open"]),
-    "no checkpoint": (submission(runs="my_runs = 12"), ["wrong: that is the step", "right"]),
+    "no checkpoint": (submission(runs="my_runs = 12"), ["wrong: that is a step", "right"]),
     "too long": (
         submission(step=RIGHT_STEP.replace(", max_grad_norm)\n", ", 1e9)\n")),
         ["right", "wrong: optimizer step 1: the gradients are not clipped"],
@@ -88,19 +88,24 @@ def test_a_class_is_graded(course, tmp_path):
     write(tmp_path / "class" / "in two" / "answers.ipynb", submission())
     write(tmp_path / "class" / "in two" / "optional.ipynb", [SETUP])
     write(tmp_path / "class" / "empty.ipynb", [])
-    (tmp_path / "class" / "text.ipynb").write_text("no notebook")
+    other = tmp_path / "another.ipynb"
+    write(other, [SETUP, "lab.exercises.nvidia_smi(3.0, 3.6, 0.5, None)"])
+    damaged = tmp_path / "class" / "text" / other.name
+    write(damaged, [])
+    damaged.write_text("no notebook")
     out = tmp_path / "out"
-    scores = grade_folder(tmp_path / "class", out, timeout=20, jobs=2, course=[course])
+    scores = grade_folder(tmp_path / "class", out, timeout=20, jobs=2, course=[course, other])
     looks = ["look at this", "look at this"]
     expected = {student: begins for student, (_, begins) in CLASS.items()}
-    expected |= {"in two": RIGHT, "empty": looks, "text": looks}
-    assert set(scores.index) == set(expected)
+    expected |= {"in two": RIGHT, "empty": looks}
+    assert set(scores.index) == {*expected, "text"}
+    assert scores.loc["text"].notna().sum() == 2 and scores.nvidia_smi["text"].startswith(looks[0])
     for student, begins in expected.items():
         for exercise, begin in zip(("block_runs", "amp_step"), begins, strict=True):
             assert scores.loc[student, exercise].startswith(begin), student
-    assert scores.loc["tries first", "right"] == 2 and scores.loc["exits", "right"] == 1
+    assert scores.right["tries first"] == 2 and scores.right["exits"] == 1
     read = pd.read_csv(out / "scores.csv", index_col="student")
-    assert read.loc["no checkpoint", "block_runs"].startswith("wrong: that is the step")
+    assert read.block_runs["no checkpoint"].startswith("wrong: that is a step")
     wrong = pd.read_csv(out / "misconceptions.csv")
     assert list(wrong.exercise.value_counts().items()) == [("amp_step", 2), ("block_runs", 1)]
 
