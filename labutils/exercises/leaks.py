@@ -84,7 +84,7 @@ def repair(training: Training) -> Problem:
     losses, curve, _ = result
     growth = (floors[-1] - floors[FIRST_COMPARED]) / (N_STEPS - 1 - FIRST_COMPARED)
     if growth > FLAT_BYTES:
-        why = "Some list holds whole tensors. Which number of each is needed?"
+        why = "Some list holds tensors, whole or with a graph. Which number of each is needed?"
         if getattr(curve[-1], "grad_fn", None):
             why = (
                 "The held-out losses that you return still have a graph, and no backward pass "

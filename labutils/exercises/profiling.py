@@ -38,7 +38,7 @@ FREE_AT_END_MIB, MIB_NEAR = 44.2, 1.0
 
 
 @exercise(
-    "Which colour begins in the second step where the blue blocks have reached their highest?",
+    "Where are forward's blocks highest in the second step? Whose blocks begin there?",
     "Which colour lies over the whole width from the first step on, and was not there before? "
     "Leave out the library's workspaces.",
     "At the end subtract what is allocated from what is reserved.",
@@ -49,7 +49,7 @@ def history(answer: tuple[int, str, float]) -> Problem:
     if abs(event - FIRST_BACKWARD_EVENT) > EVENTS_NEAR:
         if event < 300:
             return "the event: that is the first step; the question asks for the second."
-        return "the event: look for the first orange block above the blue ones of the second step."
+        return "the event: look for backward's first block above forward's in the second step."
     problems = {
         "optim": None,
         "mov": "who asked: the model was there before the first step.",
@@ -105,7 +105,7 @@ def planned_peak(ledger_gib: float, n_parameters: int, answer: float) -> Problem
     error = answer / ledger_gib - 1
     print(f"{100 * error:+.1f} % off the ledger.")
     if 0.05 < abs(error) <= 0.15:
-        print("That is near, for a plan. Which part is missing?")
+        print("That is near, for a plan. Which part is off?")
     if abs(error) <= 0.15:
         return None
     if answer > 1000:

@@ -59,7 +59,7 @@ SOLUTIONS = {
         right=[repair],
         broken={
             "a graph, and no backward pass frees": [(NO_GRAD, "")],
-            "holds whole tensors": [WHOLE_OUTPUTS, OF_ALL],
+            "holds tensors, whole": [WHOLE_OUTPUTS, OF_ALL],
             "the tensor itself stays": [DETACHED_OUTPUTS, OF_ALL],
             "still registered": [("    hook.remove()\n", "")],
             "Keep numbers": [("loss.item()", "loss")],
