@@ -47,7 +47,6 @@ def test_arms_differ_in_batch_and_rate_and_see_the_same_tokens():
         rate = 1e-3 if arm == "batch_32_same_rate" else 1e-3 * kappa**0.5
         assert config.learning_rate == pytest.approx(rate)
         assert recorded.learning_rate[arm] == pytest.approx(rate, rel=1e-3)
-    assert configs["batch_32_at_once"].grad_accum_steps == 1
 
 
 def test_a_run_evaluates_all_held_out_text_and_begins_as_a_longer_one(runs):
