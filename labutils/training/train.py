@@ -216,14 +216,14 @@ class StepLog:
 
     def begin(self) -> None:
         """Note that a step begins."""
-        self.start, self.scale = self._mark(), self.scaler.scale(self.one)
+        self.scale, self.start = self.scaler.scale(self.one), self._mark()
 
     def end(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         """Note that it ends, and its loss, gradient norm, and the scale before and after it."""
+        end = self._mark()
         norm = self.nan if grad_norm is None else grad_norm
         numbers = loss, norm, self.scale, self.scaler.scale(self.one)
-        row = torch.stack([number.float() for number in numbers])
-        self.pending.append((self.start, self._mark(), row))
+        self.pending.append((self.start, end, torch.stack([number.float() for number in numbers])))
 
     def due(self) -> bool:
         return not self.cuda or time.monotonic() - self.last_read > 1
