@@ -7,8 +7,11 @@
 # make records:   the CSVs of long runs in labutils/reference/, on any machine; hours.
 # make exhibits:  what the tables of the exhibits lack, on any machine. It can be stopped and
 #                 continued. After a change of the prediction: make exhibits AGAIN=--again.
-# make gpu:       on a machine with an NVIDIA GPU: its tests, the notebooks, and what they and the
-#                 allocator recorded, into labutils/reference/.
+# make gpu:       on a machine with an NVIDIA GPU: four parts, recorded in runs/gpu/; PARTS=bench
+#                 is one of them. What is done is not done again. Then, anywhere, for the archives:
+#                 python -m benchmarks.gpu --take runs/gpu/*.tar.gz  (into labutils/reference/)
+# make wheels:    for a GPU without a network: packages for its Python, into wheels/. There:
+#                 make gpu GPU_PYTHON=python3 WHEELS=wheels LIMIT=540
 # All set themselves up.
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +23,7 @@ REFERENCE := labutils/reference
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 .PHONY: labs further test test-all test-further test-avx2 test-more test-slow lint mutants
-.PHONY: readme configs exhibits bench records gpu clean
+.PHONY: readme configs exhibits bench records gpu wheels clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -86,17 +89,19 @@ bench: $(VENV)/installed
 records: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.records convergence rates stability
 
-LEDGER := model,precision,policy,batch,seq_len,predicted,measured,in_phase,measured_in,card,torch
-gpu: export LABUTILS_LEDGER := $(CURDIR)/$(REFERENCE)/ledger.csv
-gpu: $(VENV)/installed
-	echo $(LEDGER) > $(LABUTILS_LEDGER)
-	$(BIN)/python -m pytest -m gpu -v --tb=short tests
-	LABUTILS_RUNS="$(CURDIR)/runs/gpu" $(BIN)/python -m labutils labs
-	cp runs/gpu/*-*-*-*.json $(REFERENCE)/
-	$(BIN)/python -m benchmarks.allocator_table $(REFERENCE)/allocator_card.csv
-	$(BIN)/python -m benchmarks.snapshot_record $(REFERENCE)
-	# in a folder of its own: every other JSON file in reference/ is a run
-	LABUTILS_RUNS="$(CURDIR)/$(REFERENCE)/bench" $(BIN)/python -m benchmarks.bench
+# A Python that is there already, with torch: GPU_PYTHON=python3. LIMIT: seconds for each part.
+GPU_PYTHON ?= $(BIN)/python
+LIMIT ?= 0
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed)
+	$(GPU_PYTHON) -m benchmarks.gpu $(PARTS) --limit $(LIMIT) $(if $(WHEELS),--wheels $(WHEELS))
+
+# What a Python with torch, transformers, pandas and pytest may lack, for Linux on x86-64.
+WHEELS_FOR ?= 3.12
+PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+wheels:
+	$(PYTHON) -m pip download -q -c constraints.txt -d wheels --only-binary=:all: \
+	--implementation cp --python-version $(WHEELS_FOR) $(PLATFORMS:%=--platform %) \
+	pydantic ipykernel nbclient nbconvert latex2mathml
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -5,5 +5,5 @@
 | `make bench` | several ways to train the same tokens, in turns: a table, and JSON in runs/ |
 | `make records` | reference/convergence.csv, convergence_rates.csv and stability.csv, on any machine |
 | `make exhibits` | the tables behind the exhibits, on any machine |
-| `make gpu` | reference/allocator.csv, a memory snapshot and the benchmark of an NVIDIA GPU |
+| `make gpu` | what an NVIDIA GPU reserves, trains and needs for it, in four archives: `gpu.py` |
 """

@@ -1,7 +1,7 @@
 """What torch's CUDA allocator does with the configs of a table: for comparing predictions.
 
     python -m benchmarks.allocator_table NEW.csv                # those of reference/allocator.csv
-    python -m benchmarks.allocator_table NEW.csv --of OTHER.csv
+    python -m benchmarks.allocator_table NEW.csv --of OTHER.csv --every 11      # each eleventh row
 
 Each row is three steps of `lab.train` from an empty allocator. It has the peaks of bytes allocated
 and reserved, and the smallest cap of the allocator under which the steps complete. Reserved bytes
@@ -132,12 +132,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--of", type=Path, default=REFERENCE_DIR / "allocator.csv")
     parser.add_argument("--label", default="torch's CUDA allocator", help="the first column")
+    parser.add_argument("--every", type=int, default=1, help="only each so many-th row")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA GPU is here")
     rows = pd.read_csv(options.new).to_dict("records") if options.new.exists() else []
     done = {(row["config"], row["overrides"]) for row in rows}
-    for name, overrides in pd.read_csv(options.of)[["config", "overrides"]].itertuples(index=False):
+    asked = pd.read_csv(options.of)[["config", "overrides"]].iloc[:: options.every]
+    for name, overrides in asked.itertuples(index=False):
         if (name, overrides) in done:
             continue
         config = load_config(name, **json.loads(overrides)).on("cuda")

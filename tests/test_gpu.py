@@ -103,6 +103,9 @@ def test_measured_categories_are_exact_on_cuda():
     assert min(n for phase in report.phases.values() for n in phase.values()) >= 0
 
 
+LEDGER_COLUMNS = (
+    "model,precision,policy,batch,seq_len,predicted,measured,in_phase,measured_in,card,torch"
+)
 LEDGER_CASES = [
     *product(
         ["gpt2"],
@@ -145,7 +148,10 @@ def test_predicted_peak_is_the_allocators(model, name, policy, shape):
     row = [model, name, policy, *shape, predicted.peak_bytes, measured.peak_bytes]
     row += [predicted.peak_phase, measured.peak_phase]
     row += [torch.cuda.get_device_name(), torch.__version__]
-    with Path(os.environ.get("LABUTILS_LEDGER", os.devnull)).open("a") as file:
+    ledger = Path(os.environ.get("LABUTILS_LEDGER", os.devnull))
+    if not ledger.exists():
+        ledger.write_text(f"{LEDGER_COLUMNS}\n", encoding="utf-8")
+    with ledger.open("a", encoding="utf-8") as file:
         print(*row, sep=",", file=file)
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
     # the same phase, or a tie
@@ -318,6 +324,7 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_runs_lose_what_eager_ones_do(mode, runs):
     eager, compiled = (run("optimized", compile=how) for how in ("off", mode))
+    assert compiled.outcome == "completed", compiled.reason
     assert compiled.environment["torch.compile"] == "default"  # no graphs: it accumulates
     assert compiled.series.loss == pytest.approx(eager.series.loss, rel=0.01)
 

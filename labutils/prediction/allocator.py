@@ -4,7 +4,9 @@ have for them.
 `CachingAllocator` asks an imagined driver for *segments*, cuts *blocks* out of them, and keeps
 freed blocks for later requests, as c10/cuda/CUDACachingAllocator.cpp does (torch 2.13; each rule
 names its function there). Bytes depend on the order of requests alone, so nothing has to be
-computed and no GPU is needed. One stream, no CUDA graphs, no garbage collection.
+computed and no GPU is needed. One stream, no CUDA graphs, no garbage collection. Before torch 2.13
+one rule differs: of equal free blocks the one with the lowest address was taken, which the driver
+chooses, and not the one in the segment that was made first (pytorch/pytorch#183591).
 """
 
 from __future__ import annotations

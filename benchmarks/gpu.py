@@ -1,0 +1,220 @@
+"""Record on this machine's NVIDIA GPU what the course predicts and trains: `make gpu`.
+
+    python -m benchmarks.gpu                      # the four parts, one after the other
+    python -m benchmarks.gpu bench --limit 540    # one part, in nine minutes at most
+    python -m benchmarks.gpu --take runs/gpu/*.tar.gz
+
+| part | what it does |
+|---|---|
+| `ledger` | peaks of memory against the prediction; the tests marked `gpu`; a few rows of the allocator |
+| `notebooks34` | notebooks 03 and 04 |
+| `notebooks12` | notebooks 01 and 02 |
+| `bench` | several ways to train the same tokens, eager and compiled |
+
+Parts do not depend on each other. A part is a few commands, and one that fails or reaches the limit
+stops no other. What is done stands in OUT/done, and is not done again by a next call; tables
+grow, and none is begun anew. Each part leaves OUT/PART.tar.gz, which another machine can `--take`
+into labutils/reference/.
+
+Where there is no network, `make wheels` on another machine fills a folder, and `--wheels FOLDER`
+takes from it what the Python at hand lacks. Only the standard library is needed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+REFERENCE = REPO / "labutils" / "reference"
+PYTHON = [sys.executable, "-m"]
+# without the options that need nbval; PASSED keeps what need not be tested again
+TESTS = [*PYTHON, "pytest", "-o", "addopts=", "-p", "benchmarks.gpu", "-m", "gpu", "-v"]
+TESTS += ["--tb=short", "-p", "no:cacheprovider", "tests"]
+TABLE = [*PYTHON, "benchmarks.allocator_table", "{out}/reference/allocator_card.csv"]
+LABS = [*PYTHON, "labutils", "labs"]
+BENCH = [*PYTHON, "benchmarks.bench", "--blocks", "5"]
+PARTS = {  # part: {command's name: its words}
+    "ledger": {
+        "ledger": [*TESTS, "-k", "predicted_peak"],
+        "allocator": [*TABLE, "--every", "11", "--label", "torch's CUDA allocator"],
+        "snapshot": [*PYTHON, "benchmarks.snapshot_record", "{out}/reference"],
+        "tests": [*TESTS, "-k", "not predicted_peak"],
+    },
+    "notebooks34": {"04": [*LABS, "04"], "03": [*LABS, "03"]},
+    "notebooks12": {"01": [*LABS, "01"], "02": [*LABS, "02"]},
+    "bench": {
+        "eager": [*BENCH, "--arms", "tutorial", "corrected", "plain", "--set", "compile=off"],
+        "compiled": [*BENCH, "--arms", "plain_compiled"],
+    },
+}
+RUNS = {"bench": "reference/bench"}  # where a part's records go; else "runs"
+MOST_BYTES = 15 * 2**20  # of an archive, before it is compressed
+PASSED = "GPU_TESTS_PASSED"  # environment: the file with the names of tests that have passed
+
+
+# ---- As a plugin of pytest: tests that have passed on this card are not run again
+
+
+def _passed() -> list[str]:
+    path = Path(os.environ.get(PASSED, os.devnull))
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Leave out what has passed."""
+    passed = _passed()
+    items[:] = [item for item in items if item.nodeid not in passed]
+
+
+def pytest_runtest_logreport(report) -> None:
+    """Note what passes, at once."""
+    if report.when == "call" and report.passed:
+        with Path(os.environ.get(PASSED, os.devnull)).open("a", encoding="utf-8") as file:
+            print(report.nodeid, file=file)
+
+
+# ---- One part
+
+
+def run_part(part: str, out: Path, limit_s: float, site: Path | None = None) -> bool:
+    """Run a part's commands that are not done, each in what is left of `limit_s` seconds (0: no
+    limit); write its archive, and return whether all are done.
+    """
+    begin, done = time.monotonic(), out / "done"
+    for folder in ("logs", "reference", "runs"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    runs = out / RUNS.get(part, "runs")
+    environment = os.environ | {
+        "LABUTILS_RUNS": str(runs),
+        "LABUTILS_LEDGER": str(out / "reference" / "ledger_card.csv"),
+        PASSED: str(out / "passed"),
+    }
+    paths = [str(REPO), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if site:  # where pip puts nbconvert's templates
+        environment["JUPYTER_PATH"] = str(site / "share" / "jupyter")
+    is_done = True
+    for name, words in PARTS[part].items():
+        entry = f"{part} {name}"
+        if done.exists() and entry in done.read_text(encoding="utf-8").splitlines():
+            print(f"{entry}: done before", flush=True)
+            continue
+        left = limit_s - (time.monotonic() - begin) if limit_s else None
+        start = time.monotonic()
+        log = out / "logs" / f"{part}-{name}.txt"
+        print(f"{entry}: begins; its words go to {log}", flush=True)
+        code = run_command([word.format(out=out) for word in words], environment, log, left)
+        answer = "done" if code == 0 else "cut off" if code is None else f"failed ({code})"
+        print(f"{entry}: {answer}, {time.monotonic() - start:.0f} s", flush=True)
+        is_done &= code == 0
+        if code == 0:
+            with done.open("a", encoding="utf-8") as file:
+                print(entry, file=file)
+    archive(out, part)
+    return is_done
+
+
+def run_command(
+    words: Sequence[str], environment: dict[str, str], log: Path, limit_s: float | None
+) -> int | None:
+    """Return a command's exit code, or None if the limit ended it and what it has started."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            words, cwd=REPO, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:  # at Ctrl-C too
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def archive(out: Path, part: str) -> Path:
+    """Write OUT/PART.tar.gz with logs, tables, records and notebooks, the smallest files first."""
+    paths = [path for path in out.rglob("*") if path.is_file() and path.suffix != ".html"]
+    paths = [path for path in paths if out / "site" not in path.parents]
+    target, n_bytes = out / f"{part}.tar.gz", 0
+    with tarfile.open(target, "w:gz") as file:
+        for path in sorted(paths, key=lambda path: path.stat().st_size):
+            n_bytes += path.stat().st_size
+            if path.name.endswith(".tar.gz"):
+                n_bytes -= path.stat().st_size
+            elif n_bytes > MOST_BYTES:
+                print(f"left out of the archive, too large: {path}")
+            else:
+                file.add(path, path.relative_to(out))
+    print(f"wrote {target}, {target.stat().st_size / 2**20:.1f} MiB", flush=True)
+    return target
+
+
+def take(path: Path, reference: Path = REFERENCE) -> None:
+    """Copy the records of an archive into labutils/reference/. Tables that are there grow."""
+    with tarfile.open(path) as file:
+        for member in file:
+            name = Path(member.name)
+            is_record = name.parts[0] == "runs" and len(name.parts) == 2 and name.suffix == ".json"
+            if not member.isfile() or not (is_record or name.parts[0] == "reference"):
+                continue
+            content = file.extractfile(member).read()
+            target = reference.joinpath(*name.parts[1:])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.suffix == ".csv" and target.exists():
+                lines = target.read_bytes().splitlines() + content.splitlines()
+                content = b"\n".join(dict.fromkeys(lines)) + b"\n"
+            target.write_bytes(content)
+            print(f"took {target}")
+
+
+def install_missing(wheels: Path, site: Path) -> None:
+    """Install those wheels of a folder into `site` whose packages this Python lacks."""
+    missing = []
+    for wheel in sorted(wheels.glob("*.whl")):
+        try:
+            version(wheel.name.split("-")[0])
+        except PackageNotFoundError:
+            missing.append(str(wheel))
+    if missing:
+        options = ["--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(site)]
+        subprocess.run([*PYTHON, "pip", "install", *options, *missing], check=True)
+    print(f"{len(missing)} packages of {wheels} were missing here")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run parts, or take their archives; return 1 if something is not done."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.gpu", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
+    parser.add_argument("--out", type=Path, default=REPO / "runs" / "gpu")
+    parser.add_argument("--limit", type=float, default=0, help="seconds for each part (none)")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels, of which some are missing")
+    parser.add_argument("--take", type=Path, nargs="+", metavar="ARCHIVE")
+    options = parser.parse_args(arguments)
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"no part is named {unknown[0]}; there are {', '.join(PARTS)}")
+    if options.take:
+        for path in options.take:
+            take(path)
+        return 0
+    out, site = options.out.resolve(), None
+    if options.wheels:
+        site = out / "site"
+        install_missing(options.wheels, site)
+    answers = [run_part(part, out, options.limit, site) for part in options.parts or PARTS]
+    return 0 if all(answers) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

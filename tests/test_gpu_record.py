@@ -1,0 +1,130 @@
+"""`make gpu`: parts that do not stop each other, can be continued, and lose nothing."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+
+WRITE = "import sys; open(sys.argv[1], 'a').write('row\\n')"
+SLEEP = "import time, pathlib, sys; pathlib.Path(sys.argv[1]).touch(); time.sleep(1000)"
+
+
+def words(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", code, *arguments]
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Two parts: in the first one command fails, and one is done."""
+    table = "{out}/reference/table.csv"
+    parts = {"broken": {"fails": words("raise SystemExit(3)"), "writes": words(WRITE, table)}}
+    parts["whole"] = {"writes": words(WRITE, "{out}/reference/other.csv")}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    return parts
+
+
+def test_a_command_that_fails_stops_neither_its_part_nor_the_next(parts, tmp_path, capsys):
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "broken fails: failed (3)" in printed and "whole writes: done" in printed
+    assert sorted(path.name for path in tmp_path.glob("*.tar.gz")) == [
+        "broken.tar.gz",
+        "whole.tar.gz",
+    ]
+
+
+def test_a_second_call_does_what_is_not_done_and_truncates_nothing(parts, tmp_path, capsys):
+    gpu.main(["--out", str(tmp_path)])
+    parts["broken"]["fails"] = words(WRITE, "{out}/reference/table.csv")
+    assert gpu.main(["--out", str(tmp_path), "broken"]) == 0
+    assert "broken writes: done before" in capsys.readouterr().out
+    assert (tmp_path / "reference" / "table.csv").read_text() == "row\nrow\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="make gpu is for Linux")
+def test_the_limit_ends_a_command_and_what_it_wrote_is_in_the_archive(parts, tmp_path, capsys):
+    parts["broken"] = {"endless": words(SLEEP, "{out}/reference/begun.csv")}
+    # so long that the command surely begins; it would not end before
+    assert not gpu.run_part("broken", tmp_path, limit_s=10)
+    assert "broken endless: cut off" in capsys.readouterr().out
+    with tarfile.open(tmp_path / "broken.tar.gz") as file:
+        assert "reference/begun.csv" in file.getnames()
+
+
+def test_an_unknown_part_is_refused(parts, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path), "leger"])
+    assert "no part is named leger; there are broken, whole" in capsys.readouterr().err
+
+
+def test_an_archive_leaves_out_what_is_too_large_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "MOST_BYTES", 1000)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "small.json").write_text("{}")
+    (tmp_path / "runs" / "large.ipynb").write_text("x" * 2000)
+    with tarfile.open(gpu.archive(tmp_path, "bench")) as file:
+        assert file.getnames() == ["runs/small.json"]
+    assert "left out of the archive, too large" in capsys.readouterr().out
+
+
+def test_an_archive_is_taken_into_the_reference_and_tables_grow(tmp_path):
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    files = {"reference/table.csv": "a,b\n1,2\n", "reference/bench/b.json": "{}"}
+    files |= {"runs/bf16-1.json": "{}", "runs/01.ipynb": "{}", "logs/x.txt": "words"}
+    for name, text in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text)
+    reference.mkdir()
+    (reference / "table.csv").write_text("a,b\n3,4\n")
+    gpu.take(gpu.archive(out, "ledger"), reference)
+    assert (reference / "table.csv").read_text() == "a,b\n3,4\n1,2\n"
+    names = {path.relative_to(reference).as_posix() for path in reference.rglob("*.*")}
+    assert names == {"table.csv", "bench/b.json", "bf16-1.json"}
+
+
+def write_wheel(folder: Path, name: str) -> None:
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_of_a_folder_of_wheels_only_what_is_missing_is_installed(tmp_path):
+    for name in ("torch", "surely_not_here"):
+        write_wheel(tmp_path, name)
+    gpu.install_missing(tmp_path, tmp_path / "site")
+    assert [path.name for path in (tmp_path / "site").glob("*.py")] == ["surely_not_here.py"]
+
+
+def test_what_has_passed_is_not_tested_again(tmp_path, monkeypatch):
+    class Item:
+        def __init__(self, nodeid: str) -> None:
+            self.nodeid, self.when, self.passed = nodeid, "call", True
+
+    monkeypatch.setenv(gpu.PASSED, str(tmp_path / "passed"))
+    gpu.pytest_runtest_logreport(Item("tests/test_gpu.py::test_a[x y]"))
+    items = [Item("tests/test_gpu.py::test_a[x y]"), Item("tests/test_gpu.py::test_b")]
+    gpu.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["tests/test_gpu.py::test_b"]
+
+
+def test_every_part_calls_what_there_is():
+    """Modules, notebooks, options: a part is run on a card, where a wrong word would cost it."""
+    modules = {command[2] for part in gpu.PARTS.values() for command in part.values()}
+    assert modules == {
+        "pytest",
+        "labutils",
+        "benchmarks.allocator_table",
+        "benchmarks.snapshot_record",
+        "benchmarks.bench",
+    }
+    labs = [c[-1] for part in gpu.PARTS.values() for c in part.values() if "labs" in c]
+    assert sorted(labs) == ["01", "02", "03", "04"]
