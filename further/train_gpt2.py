@@ -26,7 +26,9 @@ from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 # ---- The config: the file, then what it says for a CPU, then --set
 parser = argparse.ArgumentParser(description="Train GPT-2 as a YAML file of configs/ says.")
 parser.add_argument("config", type=Path)
-parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="overrides")
+parser.add_argument(
+    "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides"
+)
 options = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

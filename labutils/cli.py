@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from labutils.config.card import Card
     from labutils.config.schema import Config
+    from labutils.memory.ledger import MemoryLedger
     from labutils.training.runs import RunRecord
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
-ALLOCATOR = "reserved_bytes", "reserved_expandable_bytes", "needed_expandable_bytes"
 SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"  # see _print_table
 
 
@@ -48,7 +48,6 @@ RUN = "a name (its newest run), an id, or a record's path"
 COURSE = 'names of the course\'s such as "02" or "scaler", or paths (the four)'
 PLACES = f"one of {', '.join(CARDS)}, this, cpu (a100)"
 SHEET = "a card of your own, a YAML file of its datasheet"
-ADVISE = "instead: the changes that would save most memory, in a config or a run"
 ConfigName = Annotated[str, typer.Argument(help=CONFIG)]
 ConfigNames = Annotated[list[str], typer.Argument(help=CONFIG)]
 RunNames = Annotated[list[str], typer.Argument(help=RUN)]
@@ -58,8 +57,7 @@ Rerun = Annotated[bool, typer.Option("--rerun", help="train even if an equal run
 Resume = Annotated[bool, typer.Option("--resume", help="continue from what save_every has left")]
 Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-Advise = Annotated[bool, typer.Option("--advise", help=ADVISE)]
-Device = Annotated[Literal[*CARDS, "this", "cpu"] | None, typer.Option(metavar="CARD", help=PLACES)]
+Device = Annotated[str | None, typer.Option(metavar="CARD", help=PLACES)]
 Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
 MEMORY = typer.Option(min=0.001, max=1e6, callback=_no_nan, help="if not the device's own")
 Gib = Annotated[float | None, MEMORY]
@@ -87,10 +85,21 @@ def start() -> int:
     return main()
 
 
+def one_each(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with `--set` before each of the pairs that follow it."""
+    each: list[str] = []
+    for word in arguments:
+        is_next = len(each) > 1 and each[-2] == "--set" and "=" in word
+        each += ["--set", word] if is_next and not word.startswith("-") else [word]
+    return each
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        app(arguments)  # always ends in SystemExit, or in an error
+        app(
+            one_each(sys.argv[1:] if arguments is None else arguments)
+        )  # always ends in SystemExit, or in an error
     except SystemExit as end:
         return end.code or 0
     except Exception as error:
@@ -237,115 +246,159 @@ def predict(
     card: Sheet = None,
     gpu_memory_gib: Gib = None,
     as_json: Json = False,
-    advise: Advise = False,
 ) -> None:
     """Predict an experiment's memory and time on a GPU, without one."""
-    if device and card:
-        raise typer.BadParameter("--device and --card exclude each other")
-    from labutils.config.reader import find_config, load_card, load_config, parse_overrides
+    from labutils.config.reader import load_config, parse_overrides
 
-    is_record = advise and find_config(config).suffix not in (".yaml", ".yml")
-    subject = None if is_record else load_config(config, **parse_overrides(pairs))
-    from labutils.machine import card_of, choose_threads
-    from labutils.prediction.search import advise as advise_on
-
-    if is_record:
-        from labutils.training.runs import load_record
-
-        subject = load_record(config)
-    memory = subject.memory if is_record else None
-    own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
-    # a CPU's operations are measured as a run computes them
-    busy = choose_threads() if (device or own_device) == "cpu" else ""
-    if busy:
-        print(busy, file=sys.stderr)
-    try:
-        if advise:
-            print("predicts one change after the other; takes some seconds", file=sys.stderr)
-            print(advise_on(subject, device or own_device))
-        else:
-            place = load_card(card) if card else card_of(device or own_device)
-            _print_prediction(subject, place, gpu_memory_gib, as_json)
-    except RuntimeError as error:  # the device is not here, or lacks what the config asks for
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from error
-    if memory:
-        print(f"measured in that run: {memory.peak_bytes / 2**20:,.0f} MiB, {memory.method}")
-
-
-def _print_prediction(config: Config, card: Card, budget_gib: float | None, as_json: bool) -> None:
-    """Print bytes by phase, what the card must have, what would make it fit, and milliseconds."""
-    import pandas as pd
-
-    from labutils.config.card import CONTEXT_GIB
-    from labutils.config.choices import WITHOUT_BF16
-    from labutils.config.schema import ConfigError, precision_on
+    experiment = load_config(config, **parse_overrides(pairs))
+    place = _card(experiment, device or "a100", device, card)
     from labutils.prediction.memory import needed_gib, predict_memory
     from labutils.prediction.search import fit
     from labutils.prediction.time import predict_time
 
-    ledger, time = predict_memory(config, card), predict_time(config, card)
-    needed = needed_gib(ledger, card)
-    if budget_gib is None and card.gpu:
-        budget_gib = card.memory_gib
-        if config.memory_limit_gib:  # the limit leaves the context out
-            budget_gib = config.memory_limit_gib + CONTEXT_GIB
-    fits = budget_gib is None or needed <= budget_gib
-    plan = None if fits else fit(config, budget_gib, card)
-    note, precision = "", precision_on(config.precision, card)
-    if card.gpu and not card.support(precision).ok:
-        note = f"{card.name} has no hardware for {precision}, which would be emulated"
-        instead = config.model_copy(update={"precision": WITHOUT_BF16.name})
-        with suppress(ConfigError):  # it may ask for what FP16 cannot do
-            times = time.step_ms / predict_time(instead, card).step_ms
-            note += f". A step takes {times:.1f} times as long as in {WITHOUT_BF16.name}"
+    ledger = predict_memory(experiment, place)
+    budget, needed = _budget_gib(experiment, place, gpu_memory_gib), needed_gib(ledger, place)
+    fits = budget is None or needed <= budget
+    if not as_json:
+        print(f"{experiment.name}: {ledger}")
+        if budget is not None:
+            verdict = "fits" if fits else "does NOT fit"
+            print(f"{verdict} {budget:g} GiB: {_reason(ledger, place, needed)}", flush=True)
+    time = predict_time(experiment, place)
+    note = _emulation(experiment, place, time.step_ms)
+    if not as_json:
+        print(f"\n{time}", *([note] if note else []), sep="\n", flush=True)
+    plan = None if fits else fit(experiment, budget, place, progress=sys.stderr.isatty())
     if as_json:
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
         facts |= {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase}
-        facts |= {"fits": fits, "needed_gib": needed, "budget_gib": budget_gib}
+        facts |= {"fits": fits, "needed_gib": needed, "budget_gib": budget}
         # where the band is not known, Infinity is no JSON
         facts |= json.loads(time.model_dump_json(exclude={"method", "why_band"}))
-        facts |= {"device": card.name, "note": note}
+        facts |= {"device": place.name, "note": note}
         if plan:
-            keys = "changes", "costs", "step_ms", "time_cost", "needed_gib"
-            facts["fit"] = {"fits": plan.fits(budget_gib)}
+            facts["fit"] = {"fits": plan.fits(budget), "time_cost": plan.step_ms / time.step_ms - 1}
+            keys = "changes", "costs", "step_ms", "needed_gib"
             facts["fit"] |= {key: getattr(plan, key) for key in keys}
         print(json.dumps(facts, indent=1))
+    elif plan:
+        step = f"a step then takes {plan.step_ms:.0f} ms, {100 * plan.step_ms / time.step_ms:.0f} %"
+        first = f"No change makes it fit; with all of them it needs {plan.needed_gib:.2f} GiB:"
+        if plan.fits(budget):
+            first = (
+                f"It fits in {plan.needed_gib:.2f} GiB ({step} of now, predicted) if you change:"
+            )
+        costs = [f"{key}={plan.changes[key]}: {cost}" for key, cost in plan.costs.items()]
+        print(f"\n{first}", *costs, f"that is: --set {plan.name}", sep="\n  ")
+
+
+@app.command()
+def advise(
+    config: Annotated[str, typer.Argument(help=f"{CONFIG}; or {RUN}")],
+    pairs: Pairs = (),
+    device: Device = None,
+    card: Sheet = None,
+    gpu_memory_gib: Gib = None,
+    as_json: Json = False,
+) -> None:
+    """Predict what single changes would save, and cost, in an experiment or a recorded run."""
+    from labutils.config.reader import config_of, find_config, load_config, parse_overrides
+
+    memory, overrides = None, parse_overrides(pairs)
+    if find_config(config).suffix in (".yaml", ".yml") or overrides:
+        experiment = load_config(config, **overrides)
+    else:
+        from labutils.training.runs import load_record
+
+        record = load_record(config)
+        experiment, memory = config_of(record.config, record.name), record.memory
+    own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
+    place = _card(experiment, device or own_device, device, card)
+    from labutils.prediction.search import advise as advise_on
+
+    table = advise_on(experiment, place)
+    budget, facts = _budget_gib(experiment, place, gpu_memory_gib), table.attrs
+    if budget is not None:
+        table.insert(3, "fits", table["needs GiB"] <= budget)
+    if as_json:
+        facts |= {"budget_gib": budget, "name": experiment.name}
+        rows = table.reset_index().to_json(orient="records", double_precision=15)
+        print(json.dumps(facts | {"changes": json.loads(rows)}, indent=1))
         return
-    table = pd.DataFrame(ledger.phases) / 2**20
-    table.loc["total"] = table.sum()
-    print(f"{config.name}: MiB allocated at each phase's peak, {ledger.method}")
-    print(table.round(1).to_string())
-    print(f"\npeak {ledger.peak_gib:.2f} GiB allocated, in the {ledger.peak_phase} phase")
-    reason = f"it needs {needed:.2f} GiB, with a tenth for what no tensor can use"
+    print(
+        f"{experiment.name} on {place.name}: a peak of {facts['peak_bytes'] / 2**20:,.0f} MiB, "
+        f"{facts['step_ms']:.1f} ms a step, needs {facts['needed_gib']:.2f} GiB, predicted"
+    )
+    for name, digits in (("saves MiB", 1), ("adds ms", 1), ("needs GiB", 2)):
+        table[name] = table[name].map(f"{{:,.{digits}f}}".format).replace("nan", "–")
+    if budget is not None:
+        table["fits"] = table["fits"].map({True: "yes", False: "no"})
+        table = table.rename(columns={"fits": f"fits {budget:g}"})
+    _print_table(table)
+    if memory:
+        print(f"measured in that run: {memory.peak_bytes / 2**20:,.0f} MiB, {memory.method}")
+
+
+def _card(experiment: Config, name: str, device: str | None, sheet: Path | None) -> Card:
+    """Return the card that is meant, and say on stderr what begins now."""
+    if device and sheet:
+        raise typer.BadParameter("--device and --card exclude each other")
+    from labutils.config.reader import load_card
+
+    place = load_card(sheet) if sheet else None
+    shape = f"{experiment.model}, {experiment.micro_batch_size} × {experiment.seq_len} tokens"
+    where = place.name if place else name
+    print(f"{shape}, {experiment.precision}: traces a step for {where} …", file=sys.stderr)
+    from labutils.machine import card_of, choose_threads
+
+    try:
+        place = place or card_of(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except RuntimeError as error:  # "this" without a GPU
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error
+    # a CPU's operations are measured as a run computes them
+    busy = choose_threads() if place.gpu is None else ""
+    if busy:
+        print(busy, file=sys.stderr)
+    return place
+
+
+def _budget_gib(config: Config, card: Card, gib: float | None) -> float | None:
+    """Return the memory that is meant: what the user says, the config's limit, the card's own."""
+    from labutils.config.card import CONTEXT_GIB
+
+    if gib is not None or not card.gpu:
+        return gib
+    # the limit leaves the context out
+    return config.memory_limit_gib + CONTEXT_GIB if config.memory_limit_gib else card.memory_gib
+
+
+def _reason(ledger: MemoryLedger, card: Card, needed: float) -> str:
+    from labutils.config.card import CONTEXT_GIB
+
     if ledger.needed_bytes is not None:
-        reason = f"the smallest card has {needed:.2f} GiB"
-        gib = [f"{getattr(ledger, key) / 2**30:.2f} GiB" for key in ALLOCATOR]
-        print(f"torch's allocator reserves {gib[0]} in three steps, {gib[1]} with expandable")
-        print(
-            f"segments; with them the smallest card has {gib[2]} ({CONTEXT_GIB} for CUDA assumed)"
-        )
-    elif card.gpu:
-        reason += f" and {CONTEXT_GIB} for the CUDA context"
-    if budget_gib is not None:
-        print(f"{'fits' if fits else 'does NOT fit'} {budget_gib:g} GiB: {reason}")
-    if plan:
-        step = f"a step then takes {plan.step_ms:.0f} ms, {100 * plan.time_cost:+.0f} %"
-        first = f"No known change makes it fit; the smallest needs {plan.needed_gib:.2f} GiB:"
-        if plan.fits(budget_gib):
-            first = f"It fits in {plan.needed_gib:.2f} GiB ({step}, both predicted), if you change:"
-        print(first, *plan.costs, sep="\n  ")
-    shares = pd.Series(time.shares)
-    table = pd.DataFrame({"ms": shares * time.step_ms, "%": 100 * shares})
-    print(f"\nMilliseconds of one optimizer step, {time.method}:")
-    print(table.map("{:.1f}".format).to_string())
-    between = f"between {time.low_ms:.0f} and {time.high_ms:.0f}"
-    print(f"step {time.step_ms:.1f} ms, {between} ({time.why_band})")
-    print(f"{time.tokens_per_s:,.0f} tokens per second")
-    if time.launch_bound:
-        print("The card waits for its host: fewer and larger operations would be faster")
-    if note:
-        print(note)
+        return f"the smallest card has {needed:.2f} GiB"
+    reason = f"it needs {needed:.2f} GiB, with a tenth for what no tensor can use"
+    return f"{reason} and {CONTEXT_GIB} for the CUDA context" if card.gpu else reason
+
+
+def _emulation(config: Config, card: Card, step_ms: float) -> str:
+    """Return a sentence on a precision that a card would emulate, or ""."""
+    from labutils.config.choices import WITHOUT_BF16
+    from labutils.config.schema import ConfigError, precision_on
+    from labutils.prediction.time import predict_time
+
+    precision = precision_on(config.precision, card)
+    if not card.gpu or card.support(precision).ok:
+        return ""
+    note = f"{card.name} has no hardware for {precision}, which would be emulated"
+    instead = config.model_copy(update={"precision": WITHOUT_BF16.name})
+    with suppress(ConfigError):  # it may ask for what FP16 cannot do
+        times = step_ms / predict_time(instead, card).step_ms
+        note += f". A step takes {times:.1f} times as long as in {WITHOUT_BF16.name}"
+    return note
 
 
 @app.command()
@@ -406,6 +459,8 @@ def labs(notebooks: Notebooks = (), in_place: InPlace = False, student: Student 
     from labutils import pages
     from labutils.exhibits.play import save_all
 
+    if in_place and student:
+        raise typer.BadParameter("--in-place and --student exclude each other")
     unnamed = pages.all_notebooks() if student else pages.core_notebooks()
     paths = [pages.find_notebook(name) for name in notebooks] or unnamed
     if student:

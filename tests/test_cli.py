@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from labutils import cli
 from labutils.cli import main
 from labutils.pages import all_notebooks
 from labutils.training.runs import RunRecord, load_record
@@ -68,9 +69,20 @@ def test_wrong_usage_exits_with_2(capsys):
         ("predict", "fp32", "--gpu-memory-gib", "8GB"): "--gpu-memory-gib",
         ("predict", "fp32", "--device", "t44"): "rtx5090",
         ("grade", ".", "--jobs", "0"): "--jobs",
+        ("labs", "--in-place", "--student", "copies"): "exclude each other",
+        ("advise", "fp32", "--device", "t4", "--card", "x.yaml"): "exclude each other",
     }.items():
         assert main(arguments) == 2
         assert says in capsys.readouterr().err.replace("'config'", "CONFIG")
+
+
+def test_pairs_may_follow_one_set_or_each_its_own(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "app", seen.append)
+    cli.main(["predict", "fp32", "--set", "steps=4", "seed=1", "--json"])
+    cli.main(["predict", "--set", "steps=4", "--set", "seed=1", "fp32", "--json"])
+    each = ["--set", "steps=4", "--set", "seed=1"]
+    assert seen == [["predict", "fp32", *each, "--json"], ["predict", *each, "fp32", "--json"]]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["check", "bf16"], ["predict", "--help"]])
@@ -151,7 +163,7 @@ def test_runs_folder_that_is_a_file_is_a_clear_error(tmp_path, monkeypatch, caps
 def test_all_commands_are_listed_and_doctor_times_every_notebook(capsys):
     assert main([]) == 0
     listed = capsys.readouterr().out
-    for name in ("run", "runs", "compare", "predict", "check", "doctor", "labs", "grade"):
+    for name in ("run", "runs", "compare", "predict", "advise", "check", "doctor", "labs", "grade"):
         assert len(re.findall(rf"^ +{name} +[A-Z]", listed, re.M)) == 1
     assert main(["doctor"]) in (0, 1)
     printed = capsys.readouterr().out

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pandas as pd
 from pydantic import BaseModel, ConfigDict
+
+from labutils.config.card import CONTEXT_GIB
 
 MIB = 2**20
 GIB = 2**30
@@ -34,6 +37,24 @@ class MemoryLedger(BaseModel):
     needed_expandable_bytes: int | None = None  # the same with expandable segments
     # (phase, [[position, bytes by category, …], …]) in order
     timeline: list[tuple[str, list[list[int]]]] = []
+
+    def __str__(self) -> str:
+        """A table of MiB, the peak, and what the allocator takes for it if that is known."""
+        table = pd.DataFrame(self.phases) / MIB
+        table.loc["total"] = table.sum()
+        lines = [f"MiB allocated at each phase's peak, {self.method}", table.round(1).to_string()]
+        lines += ["", f"peak {self.peak_gib:.2f} GiB allocated, in the {self.peak_phase} phase"]
+        if self.needed_bytes is not None:
+            figures = self.reserved_bytes, self.reserved_expandable_bytes
+            plain, grown, needed = (
+                f"{gib(n):.2f} GiB" for n in (*figures, self.needed_expandable_bytes)
+            )
+            lines += [
+                f"torch's allocator reserves {plain} in three steps, {grown} with expandable",
+                f"segments; with them the smallest card has {needed} "
+                f"({CONTEXT_GIB} for CUDA assumed)",
+            ]
+        return "\n".join(lines)
 
     @property
     def peak_phase(self) -> str:

@@ -1,16 +1,18 @@
-"""What would fit? Changes to a config that save memory, which few make it fit, and the largest
-batch, sequence and model that a device can train.
+"""What would fit? One table of changes that save memory: each alone, few that are enough; and the
+largest batch and model that a device can train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
+import pandas as pd
 import torch
+from tqdm import tqdm
 
 from labutils import machine
 from labutils.config.card import CONTEXT_GIB, CPU, Card, PrecisionUnsupported
@@ -25,7 +27,7 @@ from labutils.config.choices import (
     WITH_BF16,
     WITHOUT_BF16,
 )
-from labutils.config.reader import config_of, load_config
+from labutils.config.reader import load_config
 from labutils.config.schema import Config, ConfigError, resolve
 from labutils.machine import choose_device
 from labutils.memory.device_memory import free_memory, without_expandable_segments
@@ -43,34 +45,7 @@ from labutils.prediction.time import predict_time
 from labutils.prediction.trace import with_shape
 
 Changes = dict[str, Any]  # {key of a config: new value}
-# These change neither results (beyond rounding) nor cost time.
-FREE_CHANGES: Changes = {
-    "expandable_segments": True,
-    "use_cache": False,
-    "activation": "gelu_tanh",
-    "optimizer_impl": "fused",
-}
-# What a change costs besides time, or why it costs nothing.
-REASONS = {
-    "expandable_segments": "the same tensors, fewer holes between them; Linux only",
-    "use_cache": "training never reads the cache",
-    "activation": "the same function, fused",
-    "optimizer_impl": "the same update, without temporaries",
-    "attention": "the same sums in another order, without (T, T) matrices",
-    "precision": "matrix multiplications in 16 bits",
-    "loss_chunk_tokens": "the same products in smaller pieces",
-    "micro_batch_size": "more micro-batches, equal tokens per step",
-    "gradient_checkpointing": "each block's forward pass twice",
-    "optimizer": "a slower update, and moments of 8 bits: compare the losses",
-    "optimizer_in_backward": "no clipping and no accumulation; the same update otherwise",
-    "max_grad_norm": "no clipping",
-    "pure_bf16": "weights of 8 significant bits lose small updates: compare the losses",
-    "tokens_per_step": "fewer tokens in a step, so noisier gradients: another experiment",
-    "seq_len": "less context: another experiment",
-}
 CHUNK_TOKENS = 512
-NOTHING = 0.005  # of the peak: less is called nothing
-FREE = 0.02  # of the step: a change that takes less time is free
 FEW_SEQUENCES = 2, 3  # a batch of one has views where larger ones have copies
 (PURE_BF16,) = (row.name for row in PRECISIONS.values() if row.weights == "bfloat16")
 ON_CPU = torch.device("cpu")
@@ -86,11 +61,13 @@ class Plan:
     config: Config  # as it runs on the card, with the changes
     card: Card
     changes: Changes = field(default_factory=dict)
-    original: Plan | None = None  # the same without changes
+    costs: dict[str, str] = field(default_factory=dict)  # {key: what it costs besides time}
 
-    def changed(self, changes: Changes) -> Plan:
-        """Return this one with changes."""
-        return Plan(self.config.model_copy(update=changes), self.card, changes, self)
+    def changed(self, changes: Changes, cost: str) -> Plan:
+        """Return this one with a further change, of one key and those that follow from it."""
+        first, *_ = changes
+        config = self.config.model_copy(update=changes)
+        return Plan(config, self.card, self.changes | changes, self.costs | {first: cost})
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -103,20 +80,9 @@ class Plan:
         return predict_time(self.config, self.card).step_ms
 
     @property
-    def time_cost(self) -> float:
-        """The time that they add to a step, as a fraction of it; below 0 it is faster."""
-        before = self.original or self
-        return self.step_ms / before.step_ms - 1
-
-    @property
     def peak_bytes(self) -> int:
         """The peak of the bytes allocated."""
         return self.prediction.tensors.peak_bytes
-
-    @property
-    def saved_bytes(self) -> int:
-        """What the changes save of the peak."""
-        return self.original.peak_bytes - self.peak_bytes
 
     @property
     def needed_gib(self) -> float:
@@ -129,14 +95,13 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The changes as they would stand in a config."""
-        return ", ".join(f"{key}: {value}" for key, value in self.changes.items())
+        """The changes as `--set` takes them."""
+        return name_of(self.changes)
 
-    @property
-    def costs(self) -> list[str]:
-        """What each change costs besides time, or why it costs nothing."""
-        items = self.changes.items()
-        return [f"{key} {value}: {REASONS.get(value, REASONS[key])}" for key, value in items]
+
+def name_of(changes: Changes) -> str:
+    """Return changes as `--set` takes them."""
+    return " ".join(f"{key}={value}" for key, value in changes.items())
 
 
 def unchanged(config: Config, device: Device) -> Plan:
@@ -149,209 +114,144 @@ def unchanged(config: Config, device: Device) -> Plan:
 
 
 def smaller_batches(config: Config) -> list[int]:
-    """Return the smaller micro-batches of a step of equally many tokens, largest first."""
-    sequences = config.tokens_per_step // config.seq_len
-    smaller = reversed(range(1, config.micro_batch_size))
-    return [size for size in smaller if sequences % size == 0]
-
-
-def table_of(config: Config, card: Card) -> dict[str, Changes]:
-    """Return the changes to a resolved config worth a try, each one decision, by the key that it is
-    about: first those that are free.
+    """Return smaller micro-batches of a step of equally many tokens: each at most half of the one
+    before, from which it is chosen as large as can be.
     """
-    table: dict[str, Changes] = {}
-    for key, value in FREE_CHANGES.items():
-        if getattr(config, key) != value:
-            table[key] = {key: value}
-    if card.gpu is None or (card.is_here and without_expandable_segments()):
-        table.pop("expandable_segments", None)
-    if ATTENTION[config.attention].keeps_matrices:
-        table["attention"] = {"attention": "auto"}
-    if not PRECISIONS[config.precision].is_16bit:
-        faster = WITH_BF16 if card.has_bf16 else WITHOUT_BF16
-        table["precision"] = {"precision": faster.name}
-    half = config.seq_len // 2
-    if config.optimizer_in_backward:  # it cannot accumulate
-        tokens = half * config.micro_batch_size
-        table["micro_batch_size"] = {"tokens_per_step": tokens, "seq_len": half}
-    elif sizes := smaller_batches(config):
-        table["micro_batch_size"] = {"micro_batch_size": sizes[0]}
-    if not CHECKPOINTING[config.gradient_checkpointing].is_on:
-        table["gradient_checkpointing"] = {"gradient_checkpointing": EACH_BLOCK.name}
-    if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS:
-        quarter = config.micro_batch_size * config.seq_len // 4
-        table["loss_chunk_tokens"] = {"loss_chunk_tokens": min(CHUNK_TOKENS, max(2, quarter))}
-    if OPTIMIZERS[config.optimizer].is_adamw and config.optimizer != SMALLEST_STATE.name:
-        table["optimizer"] = {"optimizer": SMALLEST_STATE.name}
-    if not config.optimizer_in_backward:
-        table["optimizer_in_backward"] = {"optimizer_in_backward": True}
-        if config.max_grad_norm:
-            table["optimizer_in_backward"]["max_grad_norm"] = 0.0
+    sequences, sizes = config.tokens_per_step // config.seq_len, [config.micro_batch_size]
+    for size in reversed(range(1, config.micro_batch_size)):
+        if sequences % size == 0 and 2 * size <= sizes[-1]:
+            sizes.append(size)
+    return sizes[1:]
+
+
+def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
+    """Return what saves memory in a resolved config, and what it costs besides time.
+
+    First stand changes that leave the arithmetic alone, the cheapest before the others; then those
+    of its precision; last those that change what is learned.
+    """
+    sixteen_bit = WITH_BF16 if card.has_bf16 else WITHOUT_BF16
+    chunk = min(CHUNK_TOKENS, max(2, config.micro_batch_size * config.seq_len // 4))
+    has_chunks = 0 < config.loss_chunk_tokens <= CHUNK_TOKENS
+    has_expandable = card.gpu and not (card.is_here and without_expandable_segments())
+    is_16bit = PRECISIONS[config.precision].is_16bit
+    in_backward: Changes = {"optimizer_in_backward": True}
+    if config.max_grad_norm:
+        in_backward["max_grad_norm"] = 0.0
+    table: list[tuple[Any, Changes, str]] = [  # (whether it can be made, change, cost)
+        (has_expandable, {"expandable_segments": True}, "fewer holes between tensors; Linux only"),
+        (True, {"use_cache": False}, "nothing: training never reads the cache"),
+        (True, {"activation": "gelu_tanh"}, "nothing: the same function, fused"),
+        (True, {"optimizer_impl": "fused"}, "nothing: the same update, without temporaries"),
+        (
+            ATTENTION[config.attention].keeps_matrices,
+            {"attention": "auto"},
+            "the same sums in another order, without (T, T) matrices",
+        ),
+        (not has_chunks, {"loss_chunk_tokens": chunk}, "the same products in smaller pieces"),
+    ]
+    if not config.optimizer_in_backward:  # which cannot accumulate
+        for size in smaller_batches(config):
+            cost = "more micro-batches, equal tokens per step"
+            table.append((True, {"micro_batch_size": size}, cost))
+    table += [
+        (
+            not CHECKPOINTING[config.gradient_checkpointing].is_on,
+            {"gradient_checkpointing": EACH_BLOCK.name},
+            "each block's forward pass twice",
+        ),
+        (not is_16bit, {"precision": sixteen_bit.name}, "matrix multiplications in 16 bits"),
+        (
+            OPTIMIZERS[config.optimizer].is_adamw,
+            {"optimizer": SMALLEST_STATE.name},
+            "a slower update, and moments of 8 bits: compare the losses",
+        ),
+        (True, in_backward, "no clipping and no accumulation; the same update otherwise"),
+        (
+            card.gpu and card.has_bf16,
+            {"precision": PURE_BF16},
+            "weights of 8 significant bits lose small updates: compare the losses",
+        ),
+    ]
+    if config.optimizer_in_backward:
+        half = config.seq_len // 2
+        shorter = {"tokens_per_step": half * config.micro_batch_size, "seq_len": half}
+        table.append((True, shorter, "less context: another experiment"))
+    is_set = dict(config).items()
+    return [
+        (made, cost) for possible, made, cost in table if possible and not made.items() <= is_set
+    ]
+
+
+def _require_fast(plan: Plan, changes: Changes) -> None:
+    """Raise PrecisionUnsupported for 16 bits on a CPU of this machine that has no fast ones."""
+    if plan.card.gpu is None and "precision" in changes:
+        answer = machine.support(changes["precision"], ON_CPU)
+        if answer.slow:
+            raise PrecisionUnsupported(f"precision: slow: {answer.reason}")
+
+
+def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
+    """Return what single changes would do to a config: a row for each, by the MiB that it saves.
+
+    `device` as for `predict_memory`. `saves MiB` is of the predicted peak, `adds ms` of the
+    predicted step; `needs GiB` is the smallest device with it. A change that cannot be made says
+    why, without numbers. An index is the change as `--set` takes it. `attrs` have the `device`, and
+    `peak_bytes`, `step_ms` and `needed_gib` of the config as it is.
+    Raises what `predict_memory` raises, for the config as it is.
+    """
+    original = unchanged(config, device)
+    rows = {}
+    for changes, cost in changes_of(original.config, original.card):
+        plan = original.changed(changes, cost)
+        try:
+            _require_fast(plan, changes)
+            saved = original.peak_bytes - plan.peak_bytes
+            row = {"saves MiB": saved / MIB, "adds ms": plan.step_ms - original.step_ms}
+            rows[plan.name] = row | {"needs GiB": plan.needed_gib, "costs": cost}
+        except (ConfigError, PrecisionUnsupported) as problem:
+            rows[plan.name] = {"costs": f"not possible here: {str(problem).partition(': ')[2]}"}
+    columns = ["saves MiB", "adds ms", "needs GiB", "costs"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("change")
+    table = table.sort_values("saves MiB", ascending=False, kind="stable")
+    table.attrs = {"device": original.card.name, "peak_bytes": original.peak_bytes}
+    table.attrs |= {"step_ms": original.step_ms, "needed_gib": original.needed_gib}
     return table
 
 
-def in_largest_batch(
-    original: Plan, changes: Changes, budget_gib: float, tried: list[Plan]
-) -> Plan | None:
-    """Return a plan with changes, with the largest micro-batch that fits; None if there is none.
+def fit(config: Config, budget_gib: float, device: Device = "a100", progress: bool = False) -> Plan:
+    """Return few changes with which a step fits `budget_gib` of memory; `Plan.fits` tells.
 
-    The tokens per step stay. What could run is added to `tried`, the smallest micro-batch last.
-    """
-    sizes = [{"micro_batch_size": size} for size in smaller_batches(original.config)]
-    for size in ({}, *sizes):
-        plan = original.changed(changes | size)
-        with suppress(ConfigError):  # an optimizer in backward cannot accumulate
-            is_enough = plan.fits(budget_gib)
-            tried.append(plan)
-            if is_enough:
-                return plan
-    return None
-
-
-# ---- Each change alone
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What was tried on a config: what helps, best first; what does nothing; what cannot be."""
-
-    original: Plan
-    helpful: list[Plan]
-    useless: list[Plan]
-    impossible: dict[str, str]
-    best_three_peak_bytes: int  # with the first three together: savings do not add up
-
-    def __str__(self) -> str:
-        original = self.original
-        phase = original.prediction.tensors.peak_phase
-        peak = readable_mib(original.peak_bytes)
-        lines = [f"{original.config.name}: predicted peak {peak}, in the {phase} phase"]
-        for number, plan in enumerate(self.helpful[:3], start=1):
-            saved, added_ms = readable_mib(plan.saved_bytes), plan.step_ms - original.step_ms
-            time = f"{added_ms:+.1f} ms a step ({100 * plan.time_cost:+.0f} %)"
-            _, _, cost = plan.costs[0].partition(": ")  # a second change follows from the first
-            lines.append(f"{number}. {plan.name}: saves {saved}; {time}: {cost}")
-        if self.helpful:
-            peak = readable_mib(self.best_three_peak_bytes)
-            lines.append(f"   the best together: a peak of {peak}")
-        if self.useless:
-            names = "; ".join(plan.name for plan in self.useless)
-            lines.append(f"would do nothing here: {names}")
-        lines += [f"not possible here: {name}: {why}" for name, why in self.impossible.items()]
-        return "\n".join(lines)
-
-
-def readable_mib(n_bytes: int) -> str:
-    """Return bytes in whole MiB, as text."""
-    return f"{n_bytes / MIB:,.0f} MiB"
-
-
-def advise(run: Any, device: Device = "a100") -> Advice:
-    """Return what single changes would do to the predicted peak of a config, or of a record's.
-
-    `device` as for `predict_memory`. Changes are tried that need no other model: those that change
-    nothing that is computed, lower precision, smaller batches at equal tokens per step,
-    recomputation, the loss in chunks, smaller or earlier optimizer steps.
-    Raises what `predict_memory` raises, for the config as it is.
-    """
-    config = run if isinstance(run, Config) else config_of(run.config, run.name)
-    original = unchanged(config, device)
-    helpful, useless, impossible = [], [], {}
-    for changes in table_of(original.config, original.card).values():
-        plan = original.changed(changes)
-        try:
-            if plan.card.gpu is None and "precision" in changes:
-                answer = machine.support(changes["precision"], ON_CPU)
-                if answer.slow:
-                    raise PrecisionUnsupported(f"slow: {answer.reason}")
-            matters = plan.saved_bytes > NOTHING * original.peak_bytes
-        except (ConfigError, PrecisionUnsupported) as problem:
-            impossible[plan.name] = str(problem).partition(": ")[2]
-        else:
-            (helpful if matters else useless).append(plan)
-    helpful.sort(key=_bytes_for_time)
-    useless.sort(key=_bytes_for_time)
-    best = original
-    for plan in helpful[:3]:  # one after the other: some exclude each other
-        together = original.changed(best.changes | plan.changes)
-        with suppress(ConfigError):
-            best = min(best, together, key=lambda plan: plan.peak_bytes)
-    return Advice(original, helpful, useless, impossible, best.peak_bytes)
-
-
-def _bytes_for_time(plan: Plan) -> tuple[bool, float]:
-    """Changes that take no time come first, most bytes first; then by bytes saved per ms lost."""
-    is_free = plan.time_cost <= FREE or plan.changes.keys() <= FREE_CHANGES.keys()
-    return not is_free, -plan.saved_bytes / (1 if is_free else plan.time_cost)
-
-
-# ---- A few that make it fit
-
-
-def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
-    """Return few changes with which a step fits `budget_gib` of memory.
-
-    Taken are all that are free, the loss in chunks, and 16-bit precision if that fits; then the
-    quicker, by prediction, of smaller micro-batches (the tokens per step stay) and of checkpointed
-    blocks. Where that is not enough come those that change the learning: weights in BF16, 8-bit
-    moments, the optimizer step in backward where nothing is clipped or accumulated. At the end
-    each change goes that is needed neither for the budget nor for time. If nothing fits, the plan
-    that needs least is returned; `Plan.fits` tells.
+    The table's changes are made one after the other until it fits, so that the arithmetic is left
+    alone for as long as can be. Then each one goes without which it fits as well, the dearest
+    first. The tokens per step stay. If nothing fits, the plan with all changes is returned.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
-    return next(plans_that_fit(config, budget_gib, device))
-
-
-def plans_that_fit(config: Config, budget_gib: float, device: Device = "a100") -> Iterator[Plan]:
-    """Yield the plans between which `fit` chooses, quickest first: with checkpointed blocks and
-    without. If nothing fits, the one that needs least.
-    """
-    original = unchanged(config, device)
-    if original.fits(budget_gib):
-        yield original
-        return
-    table = table_of(original.config, original.card)
-    ways = [{}]
-    if "gradient_checkpointing" in table:
-        ways.append(table["gradient_checkpointing"])
-    tried = [original]
-    for recipe in _recipes(original, table):
-        plans = [in_largest_batch(original, recipe | way, budget_gib, tried) for way in ways]
-        fitting = [plan for plan in plans if plan]
-        for plan in sorted(fitting, key=lambda plan: plan.step_ms):
-            yield _without_superfluous(plan, budget_gib)
-        if fitting:
-            return
-    least = min(tried, key=lambda plan: plan.needed_gib)
-    yield _without_superfluous(least, least.needed_gib)
-
-
-def _recipes(original: Plan, table: dict[str, Changes]) -> Iterator[Changes]:
-    """Yield more and more changes: what is free, chunks, 16 bits; then those of the learning."""
-    recipe: Changes = {}
-    for key in (*FREE_CHANGES, "attention", "loss_chunk_tokens"):
-        recipe |= table.get(key, {})
-    if original.card.gpu:  # few CPUs multiply 16-bit numbers fast
-        yield recipe | table.get("precision", {})
-    yield recipe
-    if original.card.gpu and original.card.has_bf16:
-        recipe = recipe | {"precision": PURE_BF16}
-        yield recipe
-    recipe = recipe | table.get("optimizer", {})
-    yield recipe
-    if not original.config.max_grad_norm:
-        yield recipe | table.get("optimizer_in_backward", {})
-
-
-def _without_superfluous(plan: Plan, limit_gib: float) -> Plan:
-    """Return a plan without those changes that it fits as well, and is as fast, without."""
-    slowest = (1 + FREE) * plan.step_ms
-    for key in sorted(plan.changes, key=lambda key: key in FREE_CHANGES):  # these go last
-        fewer = dict(plan.changes)
-        del fewer[key]
-        simpler = plan.original.changed(fewer)
-        if simpler.fits(limit_gib) and simpler.step_ms <= slowest:
-            plan = simpler
+    original = plan = unchanged(config, device)
+    taken: list[tuple[Changes, str]] = []
+    table = changes_of(original.config, original.card)
+    for changes, cost in tqdm(
+        table, "changes tried", disable=not progress, file=sys.stderr, leave=False
+    ):
+        if plan.fits(budget_gib):
+            break
+        with suppress(ConfigError, PrecisionUnsupported):  # some exclude each other
+            _require_fast(plan, changes)
+            candidate = plan.changed(changes, cost)
+            if candidate.peak_bytes <= plan.peak_bytes:
+                plan = candidate
+                taken.append((changes, cost))
+    if not plan.fits(budget_gib):
+        return plan
+    for one in reversed(taken):
+        fewer = original
+        for changes, cost in taken:
+            if changes is not one[0]:
+                fewer = fewer.changed(changes, cost)
+        with suppress(ConfigError):
+            if fewer.fits(budget_gib):
+                plan = fewer
+                taken.remove(one)
     return plan
 
 
@@ -414,11 +314,13 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     """
     configs = [load_config(name, **overrides) for name in names]
     original = unchanged(configs[0], machine.card(choose_device()))
-    tried: list[Plan] = []
-    plan = in_largest_batch(original, {}, original.card.memory_gib, tried) or tried[-1]
-    if not plan.changes:
+    sequences = original.config.tokens_per_step // original.config.seq_len
+    for size in reversed(range(1, original.config.micro_batch_size + 1)):
+        plan = original.changed({"micro_batch_size": size}, "")
+        if sequences % size == 0 and (size == 1 or plan.fits(original.card.memory_gib)):
+            break
+    if size == original.config.micro_batch_size:
         return configs
-    size = plan.changes["micro_batch_size"]
     overrides |= {"note": f"micro-batch reduced to {size} to fit memory", "micro_batch_size": size}
     return [
         load_config(config_name, **overrides, name=config.name)
@@ -445,26 +347,25 @@ def require_host_memory(config: Config) -> None:
 
 
 def suggest_changes(config: Config, device: torch.device) -> str:
-    """Return the quickest changes with which a config runs in what is free now, all predicted."""
+    """Return in words the changes with which a config runs in what is free now, all predicted."""
     card = machine.card(device)
     context_gib = CONTEXT_GIB if card.gpu else 0
     budget = card.memory_gib
     if card.gpu and config.memory_limit_gib:
         budget = min(budget, config.memory_limit_gib + context_gib)
     try:
-        plans = list(plans_that_fit(config, budget, card))
-        is_enough = plans[0].fits(budget)
-        needed = readable_size((plans[0].needed_gib - context_gib) * GIB)
+        plan = fit(config, budget, card)
+        is_enough = plan.fits(budget)
+        needed = readable_size((plan.needed_gib - context_gib) * GIB)
     except Exception as error:  # a hint must not cost what it is a hint for
         reason = f"the ledger cannot tell: {type(error).__name__}"
         return f"Ways out: a smaller micro_batch_size or seq_len ({reason})"
     free = readable_size((budget - context_gib) * GIB)
-    options = "; or ".join(dict.fromkeys(plan.name for plan in plans))
     if not is_enough:
-        smallest = options or "as it is. Take a smaller model"
+        smallest = plan.name or "as it is. Take a smaller model"
         return f"No change fits {free} free; the smallest needs {needed}: {smallest}"
-    if options:
-        return f"{free} are free now. Cheapest ways out (predicted): {options}"
+    if plan.changes:
+        return f"{free} are free now. Cheapest way out (predicted): {plan.name}"
     return (
         f"Alone {config.name} needs {needed} (predicted), and {free} are free now. So this was "
         "more than that run, or other tensors were alive beside it. Delete what you no longer "

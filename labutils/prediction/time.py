@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pandas as pd
 import torch
 from pydantic import BaseModel
 from torch import nn
@@ -120,6 +121,21 @@ class TimeLedger(BaseModel):
     operations: dict[str, dict[str, float]]
     method: str
     why_band: str
+
+    def __str__(self) -> str:
+        """A table of milliseconds by kind of operation, the step with its band, and its tokens."""
+        shares = pd.Series(self.shares)
+        table = pd.DataFrame({"ms": shares * self.step_ms, "%": 100 * shares})
+        between = f"between {self.low_ms:.0f} and {self.high_ms:.0f}"
+        lines = [
+            f"Milliseconds of one optimizer step, {self.method}:",
+            table.map("{:.1f}".format).to_string(),
+            f"step {self.step_ms:.1f} ms, {between} ({self.why_band})",
+            f"{self.tokens_per_s:,.0f} tokens per second",
+        ]
+        if self.launch_bound:
+            lines.append("The card waits for its host: fewer and larger operations would be faster")
+        return "\n".join(lines)
 
 
 def predict_time(config: Config, device: Device = "a100") -> TimeLedger:
