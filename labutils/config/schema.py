@@ -4,11 +4,23 @@ is on a card.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
 
 from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import (
@@ -30,6 +42,7 @@ from labutils.config.choices import (
     Rows,
 )
 
+UNSAID = ("note", "save_every")  # they change no result, so they are not in a run's name
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -227,6 +240,25 @@ class Config(BaseModel):
         """Micro-batches per optimizer step, derived from `tokens_per_step`."""
         return self.tokens_per_step // (self.seq_len * self.micro_batch_size)
 
+    def changed(self, **values: Any) -> Config:
+        """Return the config with other values, which are overrides: on a CPU too they stay.
+
+        Name and note tell what was changed, unless `name` is among the values. Raises ConfigError,
+        with a line for each mistake, as `load_config` does.
+        """
+        mistakes = located_corpus(values, Path.cwd())
+        known, wrong = typed({key: getattr(self, key) for key in KEYS} | values)
+        changes = {key: known[key] for key in values if key in known}
+        broken = disagreements(known)
+        # what fits one kind of device only is judged when it runs
+        if broken and disagreements(known | self.when_cpu | changes):
+            wrong |= broken
+        mistakes |= wrong
+        if mistakes:
+            raise ConfigError("\n".join(f"{self.name}: {text}" for text in mistakes.values()))
+        parts = {"when_cpu": self.when_cpu, "overrides": self.overrides}
+        return overridden(self.name, known | parts, changes)
+
     def on(self, device_type: str) -> Config:
         """Return the config as it runs on `device_type` ("cpu" or "cuda"): override > `when_cpu`
         (CPU only) > file.
@@ -253,6 +285,93 @@ class Config(BaseModel):
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
 
+
+# ---- Values as they come from a file, a shell or a notebook
+
+
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question that names the choice most like a word, or nothing."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
+
+
+def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (the values that are right alone, in their types, {key: what is wrong with another}).
+
+    The key "" is for missing ones.
+    """
+    known, mistakes, missing = {}, {}, []
+    if "overrides" in values:  # not one of those that are set from outside
+        mistakes["overrides"] = "unknown key `overrides`."
+    try:
+        Config.model_validate(values, context=known)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = str(detail["loc"][0])
+            if detail["type"] == "missing":
+                missing.append(f"`{key}`")
+            elif detail["type"] == "extra_forbidden":
+                mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, [*KEYS, 'when_cpu'])}"
+            else:
+                mistakes[key] = f"`{key}`: {_expected(Config.model_fields[key], detail)}"
+    if missing:
+        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
+    return known, mistakes
+
+
+def _expected(field: FieldInfo, detail: Mapping[str, Any]) -> str:
+    """Return what pydantic has expected of a value, and what it got."""
+    text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+    hint = ""
+    if detail["type"] == "string_pattern_mismatch":
+        text = f"expected {field.description}"
+    if detail["type"] == "literal_error":
+        hint = did_you_mean(str(detail["input"]), get_args(field.annotation))
+    return f"{text}, got {repr(detail['input'])[:60]}.{hint}"
+
+
+def located_corpus(values: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Make the corpus among some values, if it is a file, an absolute path; return what is wrong
+    with it, by its key.
+    """
+    corpus = str(values.get("corpus", "stdlib"))
+    if corpus != "stdlib":
+        values["corpus"] = str((folder / corpus).absolute())
+        if not Path(values["corpus"]).is_file():
+            return {"corpus": f"`corpus`: no such file: {corpus!r}"}
+    return {}
+
+
+def overridden(name: str, values: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
+    """Return the config of right values of which some are overrides, with a name that says so.
+
+    `name` is that of the config without them. Raises ConfigError if `when_cpu` is among them.
+    """
+    if "when_cpu" in changes:
+        problem = "`when_cpu` is a part of a file; change its keys one by one"
+        raise ConfigError(f"{name}: {problem}")
+    cpu_part = {key: value for key, value in values["when_cpu"].items() if key not in changes}
+    parts = {"when_cpu": cpu_part, "overrides": {**values.get("overrides", {}), **changes}}
+    return Config.model_construct(**values | _named(name, changes) | changes | parts)
+
+
+def _named(name: str, changes: Mapping[str, Any]) -> dict[str, str]:
+    """Return a name and a note that tell what was overridden, if a result depends on it."""
+    words = []
+    for key, value in changes.items():
+        word = re.sub(r"[^\w.-]", "_", Path(str(value)).name)
+        if key not in UNSAID:
+            words.append(f"{key}={word}")
+    if not words:
+        return {}
+    long = "+".join([name, *words])
+    short = f"{name[:53]}+{hashlib.sha256(long.encode()).hexdigest()[:6]}"
+    note = f"{name} with {', '.join(words)}"
+    return {"name": long if len(long) <= 60 else short, "note": note}
+
+
+# ---- What a config is on a card
 
 SLOW_STEPS_DIVISOR = 8  # a slow precision trains this many times fewer steps
 MIN_SLOW_STEPS = 8

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -211,6 +212,54 @@ def test_a_corpus_is_relative_to_its_file_or_to_the_working_directory(write, tmp
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         load_config("fp32").steps = 1
+
+
+def test_a_change_is_an_override(write):
+    config = load_config(write(), steps=7, lr_warmup_steps=0).changed(
+        precision="bf16", seq_len="64"
+    )
+    for device_type in ("cpu", "cuda"):
+        there = config.on(device_type)
+        assert (there.steps, there.precision, there.seq_len) == (7, "bf16", 64)
+    assert config.changes("cuda") == [
+        "override: seq_len 64, steps 7, lr_warmup_steps 0, precision bf16"
+    ]
+    names = {config.name, *(config.changed(seed=seed).name for seed in (1, 2))}
+    assert len(names) == 3 and config.changed(steps=8, name="x").name == "x"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"precision": "fp61"}, "`precision`: expected .*'fp61'. Did you mean `fp16`"),
+        (
+            {"micro_batch_sise": 1},
+            "unknown key `micro_batch_sise`. Did you mean `micro_batch_size`",
+        ),
+        ({"lr_warmup_steps": 61}, "`lr_warmup_steps`: .*more than the 60 steps"),
+        ({"corpus": "nowhere.txt"}, "`corpus`: no such file: 'nowhere.txt'"),
+        ({"when_cpu": {"steps": 3}}, "`when_cpu` is a part of a file"),
+        ({"overrides": {"steps": 3}}, "unknown key `overrides`"),
+    ],
+)
+def test_a_bad_change_is_named_as_a_bad_override_is(values, expected):
+    config = load_config("fp32")
+    for change in (config.changed, partial(load_config, "fp32")):
+        with pytest.raises(ConfigError, match=expected):
+            change(**dict(values))
+
+
+def test_a_change_is_judged_on_the_device_it_runs_on():
+    config = load_config("fp32").changed(micro_batch_size=8)  # not of the CPU's 512 tokens
+    assert config.on("cuda").grad_accum_steps == 1 and config.changed(seed=1).seed == 1
+    with pytest.raises(ConfigError, match="on cpu: `tokens_per_step`"):
+        config.on("cpu")
+
+
+def test_a_long_name_stays_a_valid_one(write):
+    config = load_config(write("name: fp32", f"name: {'a' * 60}"))
+    names = {config.changed(seed=seed).on("cpu").name for seed in range(3)}
+    assert len(names) == 3
 
 
 def test_the_schema_file_equals_the_model():
