@@ -16,6 +16,7 @@ import yaml
 
 from labutils.config.card import COLUMNS, N_NEEDED, Card, card_of_row
 from labutils.config.schema import (
+    MISTAKES_SHOWN,
     Config,
     ConfigError,
     did_you_mean,
@@ -23,6 +24,7 @@ from labutils.config.schema import (
     located_corpus,
     overridden,
     typed,
+    unknown_key,
 )
 from labutils.files import CONFIGS_DIR
 
@@ -66,6 +68,9 @@ class YamlFile:
                 raise ValueError(EXPECTED)
             self.texts = self._texts(root)
         except OSError as error:
+            if path.is_dir():
+                problem = "is a folder; name one of its YAML files, or a short name such as bf16"
+                raise ConfigError(f"{path}: {problem}") from None
             names = [*short_names(), *(file.name for file in path.parent.glob("*.y*ml"))]
             hint = did_you_mean(path.name, names) or f" There are: {', '.join(names)}"
             reason = f"{error.strerror.lower()}; name one YAML file.{hint}"
@@ -82,6 +87,11 @@ class YamlFile:
             key, line = str(key_node.value), key_node.start_mark.line + 1
             if key in texts:
                 self.mistakes.add((line, f"`{key}` is given twice; delete one"))
+            elif under and key == CPU_PART:
+                problem = (
+                    f"`{key}` stands inside `{key}`; delete this line, and indent its block less"
+                )
+                self.mistakes.add((line, problem))
             elif isinstance(node, yaml.MappingNode):
                 texts[key] = self._texts(node, IN_CPU_PART) if under + key == CPU_PART else {}
             else:
@@ -99,6 +109,9 @@ class YamlFile:
         lines = []
         for line, mistake in sorted(self.mistakes):
             lines.append(f"{self.path}:{line}: {mistake}" if line else f"{self.path}: {mistake}")
+        n_more = len(lines) - MISTAKES_SHOWN
+        if n_more > 0:
+            lines[MISTAKES_SHOWN:] = [f"{self.path}: … and {n_more:,} more"]
         if lines:
             raise ConfigError("\n".join(lines))
 
@@ -151,7 +164,7 @@ def load_card(path: str | os.PathLike[str]) -> Card:
     file = YamlFile(Path(path))
     for key, text in file.texts.items():
         if key not in COLUMNS:
-            file.add(key, f"unknown key `{key}`.{did_you_mean(key, COLUMNS)}")
+            file.add(key, unknown_key(key, COLUMNS, len(file.mistakes)))
         elif key != "name" and not re.fullmatch(r"\d*\.?\d+", str(text)):
             file.add(key, f"`{key}`: expected a number such as 8.9, got {text!r}")
     for key in COLUMNS[:N_NEEDED]:

@@ -45,8 +45,10 @@ from labutils.config.choices import (
 UNSAID = ("note", "save_every")  # they change no result, so they are not in a run's name
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
-CountOrOff = Annotated[int, Field(ge=0, le=10**9)]
+MOST = 10**9
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrOff = Annotated[int, Field(ge=0, le=MOST)]
+MISTAKES_SHOWN = 20
 
 
 def one_of(rows: Rows, *more: Choice, of: str = "") -> Any:
@@ -73,6 +75,10 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
     model, precision, seq_len = value("model"), value("precision"), value("seq_len", 0)
     tokens, steps = value("tokens_per_step", 0), value("steps", 0)
     per_pass = seq_len * value("micro_batch_size", 0) or tokens or 1
+    next_multiple = tokens - tokens % per_pass + per_pass
+    way_out = f"the next one is {next_multiple}"
+    if next_multiple > MOST:
+        way_out = f"a step has at most {MOST} tokens; use a smaller micro_batch_size"
     is_pretrained, is_flash = value("weights") == "pretrained", value("attention") == "flash"
     is_in_backward = value("optimizer_in_backward")
     rules = [  # (key, whether it is broken, message)
@@ -89,8 +95,7 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
         (
             "tokens_per_step",
             tokens % per_pass,
-            f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; the next one "
-            f"is {tokens - tokens % per_pass + per_pass}",
+            f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; {way_out}",
         ),
         (
             "lr_warmup_steps",
@@ -296,6 +301,14 @@ def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 
+def unknown_key(key: str, keys: Iterable[str], n_mistakes: int) -> str:
+    """Return what is wrong with a key, after so many mistakes: a question takes time, so only those
+    that are shown have one.
+    """
+    hint = did_you_mean(key, keys) if n_mistakes < MISTAKES_SHOWN else ""
+    return f"unknown key `{key}`.{hint}"
+
+
 def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (the values that are right alone, in their types, {key: what is wrong with another}).
 
@@ -312,7 +325,7 @@ def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             if detail["type"] == "missing":
                 missing.append(f"`{key}`")
             elif detail["type"] == "extra_forbidden":
-                mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, [*KEYS, 'when_cpu'])}"
+                mistakes[key] = unknown_key(key, [*KEYS, "when_cpu"], len(mistakes))
             else:
                 mistakes[key] = f"`{key}`: {_expected(Config.model_fields[key], detail)}"
     if missing:
