@@ -74,6 +74,7 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
     value = values.get
     model, precision, seq_len = value("model"), value("precision"), value("seq_len", 0)
     tokens, steps = value("tokens_per_step", 0), value("steps", 0)
+    warmup = value("lr_warmup_steps", 0)
     per_pass = seq_len * value("micro_batch_size", 0) or tokens or 1
     next_multiple = tokens - tokens % per_pass + per_pass
     way_out = f"the next one is {next_multiple}"
@@ -99,8 +100,8 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
         ),
         (
             "lr_warmup_steps",
-            0 < steps < value("lr_warmup_steps", 0),
-            f"are more than the {steps} steps of the run; 0 is no warm-up",
+            0 < steps < warmup,
+            f"{warmup} are more than the {steps} steps; 0 is no warm-up",
         ),
         (
             "optimizer_in_backward",
