@@ -24,7 +24,6 @@ from labutils.config.schema import (
     located_corpus,
     overridden,
     typed,
-    unknown_key,
 )
 from labutils.files import CONFIGS_DIR
 
@@ -164,7 +163,8 @@ def load_card(path: str | os.PathLike[str]) -> Card:
     file = YamlFile(Path(path))
     for key, text in file.texts.items():
         if key not in COLUMNS:
-            file.add(key, unknown_key(key, COLUMNS, len(file.mistakes)))
+            hint = did_you_mean(key, COLUMNS) if len(file.mistakes) < MISTAKES_SHOWN else ""
+            file.add(key, f"unknown key `{key}`.{hint}")
         elif key != "name" and not re.fullmatch(r"\d*\.?\d+", str(text)):
             file.add(key, f"`{key}`: expected a number such as 8.9, got {text!r}")
     for key in COLUMNS[:N_NEEDED]:

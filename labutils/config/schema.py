@@ -79,7 +79,7 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
     next_multiple = tokens - tokens % per_pass + per_pass
     way_out = f"the next one is {next_multiple}"
     if next_multiple > MOST:
-        way_out = f"a step has at most {MOST} tokens; use a smaller micro_batch_size"
+        way_out = "use a smaller micro_batch_size"
     is_pretrained, is_flash = value("weights") == "pretrained", value("attention") == "flash"
     is_in_backward = value("optimizer_in_backward")
     rules = [  # (key, whether it is broken, message)
@@ -253,7 +253,7 @@ class Config(BaseModel):
         with a line for each mistake, as `load_config` does.
         """
         mistakes = located_corpus(values, Path.cwd())
-        known, wrong = typed({key: getattr(self, key) for key in KEYS} | values)
+        known, wrong = typed(dict(self) | values)
         changes = {key: known[key] for key in values if key in known}
         broken = disagreements(known)
         # what fits one kind of device only is judged when it runs
@@ -262,8 +262,7 @@ class Config(BaseModel):
         mistakes |= wrong
         if mistakes:
             raise ConfigError("\n".join(f"{self.name}: {text}" for text in mistakes.values()))
-        parts = {"when_cpu": self.when_cpu, "overrides": self.overrides}
-        return overridden(self.name, known | parts, changes)
+        return overridden(self.name, known, changes)
 
     def on(self, device_type: str) -> Config:
         """Return the config as it runs on `device_type` ("cpu" or "cuda"): override > `when_cpu`
@@ -302,22 +301,12 @@ def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 
-def unknown_key(key: str, keys: Iterable[str], n_mistakes: int) -> str:
-    """Return what is wrong with a key, after so many mistakes: a question takes time, so only those
-    that are shown have one.
-    """
-    hint = did_you_mean(key, keys) if n_mistakes < MISTAKES_SHOWN else ""
-    return f"unknown key `{key}`.{hint}"
-
-
 def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (the values that are right alone, in their types, {key: what is wrong with another}).
 
     The key "" is for missing ones.
     """
     known, mistakes, missing = {}, {}, []
-    if "overrides" in values:  # not one of those that are set from outside
-        mistakes["overrides"] = "unknown key `overrides`."
     try:
         Config.model_validate(values, context=known)
     except ValidationError as error:
@@ -326,7 +315,10 @@ def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             if detail["type"] == "missing":
                 missing.append(f"`{key}`")
             elif detail["type"] == "extra_forbidden":
-                mistakes[key] = unknown_key(key, [*KEYS, "when_cpu"], len(mistakes))
+                # a question takes time: only mistakes that are shown have one
+                few = len(mistakes) < MISTAKES_SHOWN
+                hint = did_you_mean(key, Config.model_fields) if few else ""
+                mistakes[key] = f"unknown key `{key}`.{hint}"
             else:
                 mistakes[key] = f"`{key}`: {_expected(Config.model_fields[key], detail)}"
     if missing:
@@ -360,11 +352,10 @@ def located_corpus(values: dict[str, Any], folder: Path) -> dict[str, str]:
 def overridden(name: str, values: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
     """Return the config of right values of which some are overrides, with a name that says so.
 
-    `name` is that of the config without them. Raises ConfigError if `when_cpu` is among them.
+    `name` is that of the config without them. Raises ConfigError for an override that is no key.
     """
-    if "when_cpu" in changes:
-        problem = "`when_cpu` is a part of a file; change its keys one by one"
-        raise ConfigError(f"{name}: {problem}")
+    if not changes.keys() <= set(KEYS):
+        raise ConfigError(f"{name}: when_cpu is a part of a file; change its keys one by one")
     cpu_part = {key: value for key, value in values["when_cpu"].items() if key not in changes}
     parts = {"when_cpu": cpu_part, "overrides": {**values.get("overrides", {}), **changes}}
     return Config.model_construct(**values | _named(name, changes) | changes | parts)
