@@ -25,7 +25,11 @@ def card(monkeypatch):
                 raise RuntimeError(f"{error}\nCompile with TORCH_USE_CUDA_DSA")
             return torch.zeros(1)
 
-        monkeypatch.setattr(machine, "nvidia_smi", lambda _: name)
+        # where torch knows the card, nvidia-smi may speak of another one
+        monkeypatch.setattr(
+            machine, "nvidia_smi", lambda _: "A100" if is_available and name else name
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
         monkeypatch.setattr(torch, "ones", ones)
@@ -38,17 +42,41 @@ def card(monkeypatch):
     machine.gpu_problem.cache_clear()
 
 
-def test_a_field_is_the_first_card_s_or_empty(monkeypatch):
-    answers = iter(["first\nsecond\n", FileNotFoundError()])
+@pytest.mark.parametrize(
+    ("visible", "answer"),
+    [
+        (None, "NVIDIA A"),
+        ("", "NVIDIA A"),
+        ("1,0", "NVIDIA B, Max-Q"),
+        ("GPU-22ab", "NVIDIA B, Max-Q"),  # as much of a UUID as is unique
+        ("7", "NVIDIA A"),
+        ("MIG-1", "NVIDIA A"),
+    ],
+)
+def test_a_field_is_that_of_the_card_which_is_visible_first(monkeypatch, visible, answer):
+    asked = []
 
+    def run(command, **_):
+        asked.append(command)
+        return SimpleNamespace(stdout="0, GPU-11-a, NVIDIA A\n1, GPU-22ab-c, NVIDIA B, Max-Q\n")
+
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.nvidia_smi("name") == answer
+    assert asked == [["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]]
+
+
+@pytest.mark.parametrize("answer", [FileNotFoundError(), "No devices were found\n", ""])
+def test_a_field_is_empty_where_there_is_no_card(monkeypatch, answer):
     def run(*_, **__):
-        answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
         return SimpleNamespace(stdout=answer)
 
     monkeypatch.setattr(machine.subprocess, "run", run)
-    assert [machine.nvidia_smi("name"), machine.nvidia_smi("name")] == ["first", ""]
+    assert machine.nvidia_smi("name") == ""
 
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."
