@@ -26,6 +26,8 @@ from labutils.training.runs import RunRecord, run_config
 def setup() -> torch.device:
     """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
 
+    Of a card it says what other programs have left, if they hold much, and which one of several.
+
     On a busy machine torch computes with one thread (see `choose_threads`). On Windows it gets no
     more of a card's memory than is free. Errors that say out of memory are shortened: see
     `explain_in_notebooks`. Two warnings of the compiler are silenced: see
@@ -44,6 +46,14 @@ def setup() -> torch.device:
     del facts["device_type"]
     facts.pop("threads", None)  # the device's name has it
     facts.pop("notebook", None)  # only records need it
+    if device.type == "cuda":
+        free = machine.free_bytes(device) / 2**30
+        if float(facts["gpu_memory_gib"]) - free > 1:
+            facts["gpu_memory_gib"] += f" ({free:.1f} of them free)"
+        n_cards = torch.cuda.device_count()
+        if n_cards > 1:
+            number = torch.cuda.current_device()
+            facts["card"] = f"{number} of 0 to {n_cards - 1} (CUDA_VISIBLE_DEVICES chooses)"
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     if said and device.type == "cpu":
         print(f"!! {said}")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from labutils import machine
+from labutils import machine, session
 from labutils.session import setup
 
 GIB = 2**30
@@ -106,6 +106,28 @@ def test_a_usable_card_or_none_is_no_problem(card, monkeypatch):
     assert card(is_available=False, name="") == "" and machine.choose_device().type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a choice
     assert card(is_available=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "n_cards", "said"),
+    [
+        (14.2, 1, "gpu_memory_gib 14.7\n"),
+        (6.2, 2, "gpu_memory_gib 14.7 (6.2 of them free), card 0 of 0 to 1 (CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_setup_says_what_is_free_of_a_card_and_which_it_is(
+    monkeypatch, capsys, free_gib, n_cards, said
+):
+    facts = {"device": "Tesla T4", "device_type": "cuda", "gpu_memory_gib": "14.7"}
+    monkeypatch.setattr(session, "gpu_problem", lambda: "")
+    monkeypatch.setattr(session, "choose_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(session, "cap_to_free", lambda device: None)
+    monkeypatch.setattr(machine, "environment", lambda device: facts)
+    monkeypatch.setattr(machine, "free_bytes", lambda device: free_gib * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_cards)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    session.setup()
+    assert f"device Tesla T4, {said}" in capsys.readouterr().out
 
 
 def test_what_torch_holds_unused_is_free(monkeypatch):
