@@ -16,18 +16,18 @@ import yaml
 
 from labutils.config.card import COLUMNS, N_NEEDED, Card, card_of_row
 from labutils.config.schema import (
+    CPU_PART,
     MISTAKES_SHOWN,
     Config,
     ConfigError,
+    combined,
     did_you_mean,
     disagreements,
     located_corpus,
-    overridden,
     typed,
 )
 from labutils.files import CONFIGS_DIR
 
-CPU_PART = "when_cpu"
 IN_CPU_PART = "when_cpu."
 EXPECTED = 'Expected lines of `key: value`, indented with spaces; text with a colon in "quotes"'
 
@@ -133,13 +133,7 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
         for key, text in located_corpus(part, base).items():
             file.add(key, text)
 
-    gpu, mistakes = typed(values | overrides)
-    cpu, mistakes_on_cpu = typed(values | when_cpu | overrides)
-    broken, broken_on_cpu = disagreements(gpu), disagreements(cpu)
-    # what fits one kind of device only is judged when it runs
-    if not overrides or (broken and broken_on_cpu):
-        mistakes |= broken
-        mistakes_on_cpu |= broken_on_cpu
+    config, mistakes, mistakes_on_cpu = combined(values, when_cpu, overrides)
     for key, text in mistakes.items():
         if key in overrides:
             file.add("", f"override: {text}")
@@ -149,10 +143,7 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
         if text != mistakes.get(key):
             file.add(key, f"{text} (on a CPU, with what `when_cpu` sets)", IN_CPU_PART)
     file.raise_if_any()
-
-    changes = {key: gpu[key] for key in overrides}
-    cpu_part = {key: cpu[key] for key in when_cpu}
-    return overridden(values.get("name", ""), gpu | {"when_cpu": cpu_part}, changes)
+    return config
 
 
 def load_card(path: str | os.PathLike[str]) -> Card:

@@ -43,6 +43,7 @@ from labutils.config.choices import (
 )
 
 UNSAID = ("note", "save_every")  # they change no result, so they are not in a run's name
+CPU_PART = "when_cpu"
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
 MOST = 10**9
@@ -252,17 +253,12 @@ class Config(BaseModel):
         Name and note tell what was changed, unless `name` is among the values. Raises ConfigError,
         with a line for each mistake, as `load_config` does.
         """
-        mistakes = located_corpus(values, Path.cwd())
-        known, wrong = typed(dict(self) | values)
-        changes = {key: known[key] for key in values if key in known}
-        broken = disagreements(known)
-        # what fits one kind of device only is judged when it runs
-        if broken and disagreements(known | self.when_cpu | changes):
-            wrong |= broken
-        mistakes |= wrong
-        if mistakes:
-            raise ConfigError("\n".join(f"{self.name}: {text}" for text in mistakes.values()))
-        return overridden(self.name, known, changes)
+        missing_file = located_corpus(values, Path.cwd())
+        config, mistakes, on_cpu = combined(dict(self), self.when_cpu, values)
+        texts = (missing_file | on_cpu | mistakes).values()
+        if texts:
+            raise ConfigError("\n".join(f"{self.name}: {text}" for text in texts))
+        return config
 
     def on(self, device_type: str) -> Config:
         """Return the config as it runs on `device_type` ("cpu" or "cuda"): override > `when_cpu`
@@ -349,16 +345,28 @@ def located_corpus(values: dict[str, Any], folder: Path) -> dict[str, str]:
     return {}
 
 
-def overridden(name: str, values: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
-    """Return the config of right values of which some are overrides, with a name that says so.
-
-    `name` is that of the config without them. Raises ConfigError for an override that is no key.
+def combined(
+    values: Mapping[str, Any], when_cpu: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[Config, dict[str, str], dict[str, str]]:
+    """Return the config of a file's two parts and of overrides, which are in its name; and {key:
+    what is wrong} on a GPU and on a CPU. If anything is, the config is of no use.
     """
-    if not changes.keys() <= set(KEYS):
-        raise ConfigError(f"{name}: when_cpu is a part of a file; change its keys one by one")
-    cpu_part = {key: value for key, value in values["when_cpu"].items() if key not in changes}
-    parts = {"when_cpu": cpu_part, "overrides": {**values.get("overrides", {}), **changes}}
-    return Config.model_construct(**values | _named(name, changes) | changes | parts)
+    gpu, mistakes = typed(values | overrides)
+    cpu, mistakes_on_cpu = typed(values | when_cpu | overrides)
+    broken, broken_on_cpu = disagreements(gpu), disagreements(cpu)
+    # what fits one kind of device only is judged when it runs
+    if not overrides or (broken and broken_on_cpu):
+        mistakes |= broken
+        mistakes_on_cpu |= broken_on_cpu
+    if CPU_PART in overrides:
+        mistakes[CPU_PART] = f"`{CPU_PART}` is a part of a file; override its keys one by one"
+    changes = {key: gpu.get(key) for key in overrides}
+    parts = {
+        CPU_PART: {key: cpu.get(key) for key in when_cpu if key not in overrides},
+        "overrides": gpu.get("overrides", {}) | changes,
+    }
+    named = _named(str(values.get("name")), changes)
+    return Config.model_construct(**gpu | named | changes | parts), mistakes, mistakes_on_cpu
 
 
 def _named(name: str, changes: Mapping[str, Any]) -> dict[str, str]:
