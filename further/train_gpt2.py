@@ -55,9 +55,10 @@ for key, values in HERE.items():
     if config[key] not in values:
         parser.error(f"{key} is {config[key]!r}; this script has code for {values}")
 
-steps = config["steps"]
-seq_len = config["seq_len"]
-micro_batch_size = config["micro_batch_size"]
+steps, warmup = config["steps"], config["lr_warmup_steps"]
+if warmup > steps:
+    parser.error(f"lr_warmup_steps: {warmup} are more than the {steps} steps; 0 is no warm-up")
+seq_len, micro_batch_size = config["seq_len"], config["micro_batch_size"]
 grad_accum_steps, left_over = divmod(config["tokens_per_step"], seq_len * micro_batch_size)
 assert left_over == 0, "tokens_per_step is no multiple of seq_len * micro_batch_size"
 targets_per_step = config["tokens_per_step"] // seq_len * (seq_len - 1)  # none is a first token
@@ -190,7 +191,6 @@ stream = micro_batches()
 losses = torch.zeros(steps, device=device)  # read seldom: the host waits for what it reads
 for step in range(steps):
     rate = config["learning_rate"]
-    warmup = config["lr_warmup_steps"]
     if step < warmup:
         rate = rate * (step + 1) / warmup
     elif config["lr_schedule"] == "cosine":  # down to a tenth

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -112,6 +113,8 @@ def gpu_problem() -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own: the error says it
+            # its cuda:0 is the fastest, not nvidia-smi's first
+            name = torch.cuda.get_device_name(card)
             torch.ones(1, device=f"cuda:{card}").sum().item()
             free = torch.cuda.mem_get_info(card)[0] + torch.cuda.memory_reserved(card)
     except (RuntimeError, AssertionError) as error:
@@ -129,15 +132,20 @@ def gpu_problem() -> str:
 
 
 def nvidia_smi(field: str) -> str:
-    """Return one field of the first card; "" where there is no driver or it does not answer in ten
-    seconds.
+    """Return one field of the card that CUDA_VISIBLE_DEVICES names first, else of the first one; ""
+    where there is no driver or it does not answer in ten seconds.
     """
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu=index,uuid,{field}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return answer.stdout.strip().partition("\n")[0]
+    cards = re.findall(r"(?m)^(\d+), (\S+), (.+)$", answer.stdout)
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    for index, uuid, value in cards:
+        if wanted == index or (wanted and uuid.startswith(wanted)):
+            return value
+    return cards[0][-1] if cards else ""
 
 
 def choose_device() -> torch.device:

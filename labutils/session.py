@@ -26,9 +26,10 @@ from labutils.training.runs import RunRecord, run_config
 def setup() -> torch.device:
     """Choose the device, print what it is, and say loudly if a GPU is there that cannot be used.
 
+    Of a card it says what other programs have left, if they hold much, and which one of several.
     On a busy machine torch computes with one thread (see `choose_threads`). On Windows it gets no
-    more of a card's memory than is free. Errors that say out of memory are shortened: see
-    `explain_in_notebooks`. Two warnings of the compiler are silenced: see
+    more of a card's memory than is free. Errors that say out of memory, and interrupts, are
+    shortened: see `explain_in_notebooks`. Two warnings of the compiler are silenced: see
     `compiling.silence_known_warnings`.
     """
     explain_in_notebooks()
@@ -44,6 +45,14 @@ def setup() -> torch.device:
     del facts["device_type"]
     facts.pop("threads", None)  # the device's name has it
     facts.pop("notebook", None)  # only records need it
+    if device.type == "cuda":
+        free = machine.free_bytes(device) / 2**30
+        if float(facts["gpu_memory_gib"]) - free > 1:
+            facts["gpu_memory_gib"] += f" ({free:.1f} of them free)"
+        n_cards = torch.cuda.device_count()
+        if n_cards > 1:
+            number = torch.cuda.current_device()
+            facts["card"] = f"{number} of 0 to {n_cards - 1} (CUDA_VISIBLE_DEVICES chooses)"
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     if said and device.type == "cpu":
         print(f"!! {said}")
@@ -106,34 +115,40 @@ def run_experiments(configs: Iterable[Config | str], *, progress: bool = True) -
 
 def explain_in_notebooks(on: bool = True) -> None:
     """Let IPython answer an error that says out of memory in a few lines, and give back what the
-    cell has allocated.
+    cell has allocated; and answer an interrupt in one line, which still stops Run All.
 
-    The traceback, which IPython keeps, loses its frames' variables, so that the next cell finds the
-    memory free. If the notebook has a `config`, its ways out are named. `on=False`: IPython as it
-    is. Does nothing outside IPython.
+    The traceback of the first, which IPython keeps, loses its frames' variables, so that the next
+    cell finds the memory free. If the notebook has a `config`, its ways out are named. `on=False`:
+    IPython as it is. Does nothing outside IPython.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell is not None:
-        shell.set_custom_exc((RuntimeError, MemoryError) if on else (), _answer if on else None)
+        kinds = (RuntimeError, MemoryError, KeyboardInterrupt) if on else ()
+        shell.set_custom_exc(kinds, _answer if on else None)
 
 
 def _answer(
     shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: int | None = None
 ) -> None:
-    if not is_out_of_memory(error):
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    if not is_interrupt and not is_out_of_memory(error):
         shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
         return
     frames = [f for f in traceback.extract_tb(tb) if not f.filename.endswith("interactiveshell.py")]
     in_cells = [f for f in frames if "ipython-input" in f.filename or "ipykernel_" in f.filename]
-    lines = [f"Out of memory: {short_message(error)}"]
+    lines = ["Interrupted" if is_interrupt else f"Out of memory: {short_message(error)}"]
     for deepest in in_cells[-1:] or frames[:1]:
         place = "the cell" if deepest.name == "<module>" else deepest.name
         lines.append(f"in line {deepest.lineno} of {place}: {deepest.line}")
-    sys.last_value = error
-    free_memory()
     config = shell.user_ns.get("config")
-    if isinstance(config, Config):
-        lines.append(f"For `config` ({config.name}): {suggest_changes(config, choose_device())}")
+    if is_interrupt:
+        lines = [" ".join(lines)]
+    else:
+        sys.last_value = error
+        free_memory()
+        if isinstance(config, Config):
+            ways_out = suggest_changes(config, choose_device())
+            lines.append(f"For `config` ({config.name}): {ways_out}")
     error._render_traceback_ = lambda: lines
     shell.showtraceback((kind, error, tb), tb_offset=tb_offset)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from labutils import machine
+from labutils import machine, session
 from labutils.session import setup
 
 GIB = 2**30
@@ -25,7 +26,11 @@ def card(monkeypatch):
                 raise RuntimeError(f"{error}\nCompile with TORCH_USE_CUDA_DSA")
             return torch.zeros(1)
 
-        monkeypatch.setattr(machine, "nvidia_smi", lambda _: name)
+        # where torch knows the card, nvidia-smi may speak of another one
+        monkeypatch.setattr(
+            machine, "nvidia_smi", lambda _: "A100" if is_available and name else name
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
         monkeypatch.setattr(torch, "ones", ones)
@@ -38,17 +43,33 @@ def card(monkeypatch):
     machine.gpu_problem.cache_clear()
 
 
-def test_a_field_is_the_first_card_s_or_empty(monkeypatch):
-    answers = iter(["first\nsecond\n", FileNotFoundError()])
-
-    def run(*_, **__):
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return SimpleNamespace(stdout=answer)
-
+@pytest.mark.parametrize(
+    ("visible", "answer"),
+    [
+        (None, "NVIDIA A"),
+        ("", "NVIDIA A"),
+        ("1,0", "NVIDIA B, Max-Q"),
+        ("GPU-22ab", "NVIDIA B, Max-Q"),  # as much of a UUID as is unique
+        ("7", "NVIDIA A"),
+        ("MIG-1", "NVIDIA A"),
+    ],
+)
+def test_a_field_is_that_of_the_card_which_is_visible_first(monkeypatch, visible, answer):
+    cards = "0, GPU-11-a, NVIDIA A\n1, GPU-22ab-c, NVIDIA B, Max-Q\n"
+    run = Mock(return_value=SimpleNamespace(stdout=cards))
     monkeypatch.setattr(machine.subprocess, "run", run)
-    assert [machine.nvidia_smi("name"), machine.nvidia_smi("name")] == ["first", ""]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.nvidia_smi("name") == answer
+    assert "--query-gpu=index,uuid,name" in run.call_args.args[0]
+
+
+def test_a_field_is_empty_where_there_is_no_card(monkeypatch):
+    nothing = SimpleNamespace(stdout="No devices were found\n")
+    run = Mock(side_effect=[FileNotFoundError(), nothing])
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    assert [machine.nvidia_smi("name"), machine.nvidia_smi("name")] == ["", ""]
 
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."
@@ -78,6 +99,28 @@ def test_a_usable_card_or_none_is_no_problem(card, monkeypatch):
     assert card(is_available=False, name="") == "" and machine.choose_device().type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a choice
     assert card(is_available=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "n_cards", "said"),
+    [
+        (14.2, 1, "gpu_memory_gib 14.7\n"),
+        (6.2, 2, "gpu_memory_gib 14.7 (6.2 of them free), card 0 of 0 to 1 (CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_setup_says_what_is_free_of_a_card_and_which_it_is(
+    monkeypatch, capsys, free_gib, n_cards, said
+):
+    facts = {"device": "Tesla T4", "device_type": "cuda", "gpu_memory_gib": "14.7"}
+    monkeypatch.setattr(session, "gpu_problem", lambda: "")
+    monkeypatch.setattr(session, "choose_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(session, "cap_to_free", lambda device: None)
+    monkeypatch.setattr(machine, "environment", lambda device: facts)
+    monkeypatch.setattr(machine, "free_bytes", lambda device: free_gib * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_cards)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    session.setup()
+    assert f"device Tesla T4, {said}" in capsys.readouterr().out
 
 
 def test_what_torch_holds_unused_is_free(monkeypatch):

@@ -101,6 +101,11 @@ def test_headings_begin_their_cells_and_sections_that_are_named_exist(name):
     assert set(re.findall(r"[Ss]ection (\d+|[A-Z])\b", text)) <= there
 
 
+@EACH
+def test_no_cell_changes_a_config_without_a_check(name):
+    assert "model_copy" not in (REPO / name).read_text(encoding="utf-8")  # Config.changed checks
+
+
 @pytest.mark.parametrize("path", [*CORE, *FURTHER, *DOCUMENTS])
 def test_relative_links_lead_to_files(path):
     texts = [committed(path)]

@@ -92,6 +92,15 @@ def test_what_the_script_cannot_do_is_refused(pair, monkeypatch, capsys):
     assert f"{key} is {value!r}" in capsys.readouterr().err
 
 
+def test_a_warm_up_longer_than_the_run_is_refused_in_the_words_of_labutils(monkeypatch, capsys):
+    with pytest.raises(lab.ConfigError) as caught:
+        lab.load_config("fp32", steps=4)
+    with pytest.raises(SystemExit):
+        losses_of_script("fp32", {"steps": 4}, monkeypatch)
+    words = "5 are more than the 4 steps; 0 is no warm-up"
+    assert words in str(caught.value) and words in capsys.readouterr().err
+
+
 def test_the_script_is_short_and_needs_no_labutils(tmp_path):
     text = SCRIPT.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 230

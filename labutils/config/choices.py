@@ -158,11 +158,11 @@ class Checkpointing:
 CHECKPOINTING = Rows(
     "checkpointing policies",
     Checkpointing("none", is_on=False),
-    Checkpointing("block"),
-    Checkpointing("every_2", blocks_per_unit=2),
-    Checkpointing("every_4", "computed again", blocks_per_unit=4),
-    Checkpointing("selective", keeps_products=True),
-    Checkpointing("offload", to_host=True),
+    Checkpointing("block", "computed again"),
+    Checkpointing("every_2", "by twos", blocks_per_unit=2),
+    Checkpointing("every_4", "by fours", blocks_per_unit=4),
+    Checkpointing("selective", "keeps products", keeps_products=True),
+    Checkpointing("offload", "to the host", to_host=True),
 )
 EACH_BLOCK = CHECKPOINTING["block"]
 

@@ -6,26 +6,30 @@ pydantic gives them their types: so 1e-4 is a number, and `off` a word.
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from labutils.config.card import COLUMNS, N_NEEDED, Card, card_of_row
-from labutils.config.schema import Config, ConfigError, disagreements
+from labutils.config.schema import (
+    CPU_PART,
+    MISTAKES_SHOWN,
+    Config,
+    ConfigError,
+    combined,
+    did_you_mean,
+    disagreements,
+    located_corpus,
+    typed,
+)
 from labutils.files import CONFIGS_DIR
 
-CPU_PART = "when_cpu"
 IN_CPU_PART = "when_cpu."
 EXPECTED = 'Expected lines of `key: value`, indented with spaces; text with a colon in "quotes"'
-UNSAID = ("note", "save_every")  # they change no result, so they are not in a run's name
 
 
 # ---- Files
@@ -47,13 +51,6 @@ def short_names() -> list[str]:
     return [stem.removesuffix("_config").removeprefix("my_") for stem in stems]
 
 
-def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question that names the choice most like a word, or nothing."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
-
-
 class YamlFile:
     """A flat YAML file: the text of each key, its line, and the mistakes found in the file.
 
@@ -70,6 +67,9 @@ class YamlFile:
                 raise ValueError(EXPECTED)
             self.texts = self._texts(root)
         except OSError as error:
+            if path.is_dir():
+                problem = "is a folder; name one of its YAML files, or a short name such as bf16"
+                raise ConfigError(f"{path}: {problem}") from None
             names = [*short_names(), *(file.name for file in path.parent.glob("*.y*ml"))]
             hint = did_you_mean(path.name, names) or f" There are: {', '.join(names)}"
             reason = f"{error.strerror.lower()}; name one YAML file.{hint}"
@@ -86,6 +86,11 @@ class YamlFile:
             key, line = str(key_node.value), key_node.start_mark.line + 1
             if key in texts:
                 self.mistakes.add((line, f"`{key}` is given twice; delete one"))
+            elif under and key == CPU_PART:
+                problem = (
+                    f"`{key}` stands inside `{key}`; delete this line, and indent its block less"
+                )
+                self.mistakes.add((line, problem))
             elif isinstance(node, yaml.MappingNode):
                 texts[key] = self._texts(node, IN_CPU_PART) if under + key == CPU_PART else {}
             else:
@@ -103,44 +108,14 @@ class YamlFile:
         lines = []
         for line, mistake in sorted(self.mistakes):
             lines.append(f"{self.path}:{line}: {mistake}" if line else f"{self.path}: {mistake}")
+        n_more = len(lines) - MISTAKES_SHOWN
+        if n_more > 0:
+            lines[MISTAKES_SHOWN:] = [f"{self.path}: … and {n_more:,} more"]
         if lines:
             raise ConfigError("\n".join(lines))
 
 
 # ---- Configs
-
-
-def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (the values that are right alone, in their types, {key: what is wrong with another}).
-
-    The key "" is for missing ones.
-    """
-    known, mistakes, missing = {}, {}, []
-    try:
-        Config.model_validate(values, context=known)
-    except ValidationError as error:
-        for detail in error.errors():
-            key = str(detail["loc"][0])
-            if detail["type"] == "missing":
-                missing.append(f"`{key}`")
-            elif detail["type"] == "extra_forbidden":
-                mistakes[key] = f"unknown key `{key}`.{did_you_mean(key, Config.model_fields)}"
-            else:
-                mistakes[key] = f"`{key}`: {_expected(Config.model_fields[key], detail)}"
-    if missing:
-        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
-    return known, mistakes
-
-
-def _expected(field: FieldInfo, detail: Mapping[str, Any]) -> str:
-    """Return what pydantic has expected of a value, and what it got."""
-    text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
-    hint = ""
-    if detail["type"] == "string_pattern_mismatch":
-        text = f"expected {field.description}"
-    if detail["type"] == "literal_error":
-        hint = did_you_mean(str(detail["input"]), get_args(field.annotation))
-    return f"{text}, got {repr(detail['input'])[:60]}.{hint}"
 
 
 def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
@@ -155,19 +130,10 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     values, folder = file.texts, file.path.parent
     when_cpu = values.pop(CPU_PART) if isinstance(values.get(CPU_PART), dict) else {}
     for part, base in ((values, folder), (when_cpu, folder), (overrides, Path.cwd())):
-        corpus = str(part.get("corpus", "stdlib"))
-        if corpus != "stdlib":
-            part["corpus"] = str((base / corpus).absolute())
-            if not Path(part["corpus"]).is_file():
-                file.add("corpus", f"`corpus`: no such file: {corpus!r}")
+        for key, text in located_corpus(part, base).items():
+            file.add(key, text)
 
-    gpu, mistakes = typed(values | overrides)
-    cpu, mistakes_on_cpu = typed(values | when_cpu | overrides)
-    broken, broken_on_cpu = disagreements(gpu), disagreements(cpu)
-    # what fits one kind of device only is judged when it runs
-    if not overrides or (broken and broken_on_cpu):
-        mistakes |= broken
-        mistakes_on_cpu |= broken_on_cpu
+    config, mistakes, mistakes_on_cpu = combined(values, when_cpu, overrides)
     for key, text in mistakes.items():
         if key in overrides:
             file.add("", f"override: {text}")
@@ -177,12 +143,7 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
         if text != mistakes.get(key):
             file.add(key, f"{text} (on a CPU, with what `when_cpu` sets)", IN_CPU_PART)
     file.raise_if_any()
-
-    changes = {key: gpu[key] for key in overrides}
-    cpu_changes = {key: cpu[key] for key in when_cpu if key not in changes}
-    named = _named(values.get("name", ""), changes) | changes
-    parts = {"when_cpu": cpu_changes, "overrides": changes}
-    return Config.model_construct(**gpu | named | parts)
+    return config
 
 
 def load_card(path: str | os.PathLike[str]) -> Card:
@@ -193,7 +154,8 @@ def load_card(path: str | os.PathLike[str]) -> Card:
     file = YamlFile(Path(path))
     for key, text in file.texts.items():
         if key not in COLUMNS:
-            file.add(key, f"unknown key `{key}`.{did_you_mean(key, COLUMNS)}")
+            hint = did_you_mean(key, COLUMNS) if len(file.mistakes) < MISTAKES_SHOWN else ""
+            file.add(key, f"unknown key `{key}`.{hint}")
         elif key != "name" and not re.fullmatch(r"\d*\.?\d+", str(text)):
             file.add(key, f"`{key}`: expected a number such as 8.9, got {text!r}")
     for key in COLUMNS[:N_NEEDED]:
@@ -201,21 +163,6 @@ def load_card(path: str | os.PathLike[str]) -> Card:
             file.add("", f"missing: `{key}`")
     file.raise_if_any()
     return card_of_row(file.texts)
-
-
-def _named(name: str, changes: Mapping[str, Any]) -> dict[str, str]:
-    """Return a name and a note that tell what was overridden, if a result depends on it."""
-    words = []
-    for key, value in changes.items():
-        word = re.sub(r"[^\w.-]", "_", Path(str(value)).name)
-        if key not in UNSAID:
-            words.append(f"{key}={word}")
-    if not words:
-        return {}
-    long = "+".join([name, *words])
-    short = f"{name}+{hashlib.sha256(long.encode()).hexdigest()[:6]}"
-    note = f"{name} with {', '.join(words)}"
-    return {"name": long if len(long) <= 60 else short, "note": note}
 
 
 def parse_overrides(pairs: Iterable[str]) -> dict[str, str]:

@@ -4,11 +4,23 @@ is on a card.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
 
 from labutils.config.card import Card, PrecisionUnsupported
 from labutils.config.choices import (
@@ -30,10 +42,14 @@ from labutils.config.choices import (
     Rows,
 )
 
+UNSAID = ("note", "save_every")  # they change no result, so they are not in a run's name
+CPU_PART = "when_cpu"
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
-CountOrOff = Annotated[int, Field(ge=0, le=10**9)]
+MOST = 10**9
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrOff = Annotated[int, Field(ge=0, le=MOST)]
+MISTAKES_SHOWN = 20
 
 
 def one_of(rows: Rows, *more: Choice, of: str = "") -> Any:
@@ -59,7 +75,12 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
     value = values.get
     model, precision, seq_len = value("model"), value("precision"), value("seq_len", 0)
     tokens, steps = value("tokens_per_step", 0), value("steps", 0)
+    warmup = value("lr_warmup_steps", 0)
     per_pass = seq_len * value("micro_batch_size", 0) or tokens or 1
+    next_multiple = tokens - tokens % per_pass + per_pass
+    way_out = f"the next one is {next_multiple}"
+    if next_multiple > MOST:
+        way_out = "use a smaller micro_batch_size"
     is_pretrained, is_flash = value("weights") == "pretrained", value("attention") == "flash"
     is_in_backward = value("optimizer_in_backward")
     rules = [  # (key, whether it is broken, message)
@@ -76,13 +97,12 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
         (
             "tokens_per_step",
             tokens % per_pass,
-            f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; the next one "
-            f"is {tokens - tokens % per_pass + per_pass}",
+            f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; {way_out}",
         ),
         (
             "lr_warmup_steps",
-            0 < steps < value("lr_warmup_steps", 0),
-            f"are more than the {steps} steps of the run; 0 is no warm-up",
+            0 < steps < warmup,
+            f"{warmup} are more than the {steps} steps; 0 is no warm-up",
         ),
         (
             "optimizer_in_backward",
@@ -227,6 +247,19 @@ class Config(BaseModel):
         """Micro-batches per optimizer step, derived from `tokens_per_step`."""
         return self.tokens_per_step // (self.seq_len * self.micro_batch_size)
 
+    def changed(self, **values: Any) -> Config:
+        """Return the config with other values, which are overrides: on a CPU too they stay.
+
+        Name and note tell what was changed, unless `name` is among the values. Raises ConfigError,
+        with a line for each mistake, as `load_config` does.
+        """
+        missing_file = located_corpus(values, Path.cwd())
+        config, mistakes, on_cpu = combined(dict(self), self.when_cpu, values)
+        texts = (missing_file | on_cpu | mistakes).values()
+        if texts:
+            raise ConfigError("\n".join(f"{self.name}: {text}" for text in texts))
+        return config
+
     def on(self, device_type: str) -> Config:
         """Return the config as it runs on `device_type` ("cpu" or "cuda"): override > `when_cpu`
         (CPU only) > file.
@@ -253,6 +286,105 @@ class Config(BaseModel):
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
 
+
+# ---- Values as they come from a file, a shell or a notebook
+
+
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question that names the choice most like a word, or nothing."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
+
+
+def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (the values that are right alone, in their types, {key: what is wrong with another}).
+
+    The key "" is for missing ones.
+    """
+    known, mistakes, missing = {}, {}, []
+    try:
+        Config.model_validate(values, context=known)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = str(detail["loc"][0])
+            if detail["type"] == "missing":
+                missing.append(f"`{key}`")
+            elif detail["type"] == "extra_forbidden":
+                # a question takes time: only mistakes that are shown have one
+                few = len(mistakes) < MISTAKES_SHOWN
+                hint = did_you_mean(key, Config.model_fields) if few else ""
+                mistakes[key] = f"unknown key `{key}`.{hint}"
+            else:
+                mistakes[key] = f"`{key}`: {_expected(Config.model_fields[key], detail)}"
+    if missing:
+        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
+    return known, mistakes
+
+
+def _expected(field: FieldInfo, detail: Mapping[str, Any]) -> str:
+    """Return what pydantic has expected of a value, and what it got."""
+    text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+    hint = ""
+    if detail["type"] == "string_pattern_mismatch":
+        text = f"expected {field.description}"
+    if detail["type"] == "literal_error":
+        hint = did_you_mean(str(detail["input"]), get_args(field.annotation))
+    return f"{text}, got {repr(detail['input'])[:60]}.{hint}"
+
+
+def located_corpus(values: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Make the corpus among some values, if it is a file, an absolute path; return what is wrong
+    with it, by its key.
+    """
+    corpus = str(values.get("corpus", "stdlib"))
+    if corpus != "stdlib":
+        values["corpus"] = str((folder / corpus).absolute())
+        if not Path(values["corpus"]).is_file():
+            return {"corpus": f"`corpus`: no such file: {corpus!r}"}
+    return {}
+
+
+def combined(
+    values: Mapping[str, Any], when_cpu: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[Config, dict[str, str], dict[str, str]]:
+    """Return the config of a file's two parts and of overrides, which are in its name; and {key:
+    what is wrong} on a GPU and on a CPU. If anything is, the config is of no use.
+    """
+    gpu, mistakes = typed(values | overrides)
+    cpu, mistakes_on_cpu = typed(values | when_cpu | overrides)
+    broken, broken_on_cpu = disagreements(gpu), disagreements(cpu)
+    # what fits one kind of device only is judged when it runs
+    if not overrides or (broken and broken_on_cpu):
+        mistakes |= broken
+        mistakes_on_cpu |= broken_on_cpu
+    if CPU_PART in overrides:
+        mistakes[CPU_PART] = f"`{CPU_PART}` is a part of a file; override its keys one by one"
+    changes = {key: gpu.get(key) for key in overrides}
+    parts = {
+        CPU_PART: {key: cpu.get(key) for key in when_cpu if key not in overrides},
+        "overrides": gpu.get("overrides", {}) | changes,
+    }
+    named = _named(str(values.get("name")), changes)
+    return Config.model_construct(**gpu | named | changes | parts), mistakes, mistakes_on_cpu
+
+
+def _named(name: str, changes: Mapping[str, Any]) -> dict[str, str]:
+    """Return a name and a note that tell what was overridden, if a result depends on it."""
+    words = []
+    for key, value in changes.items():
+        word = re.sub(r"[^\w.-]", "_", Path(str(value)).name)
+        if key not in UNSAID:
+            words.append(f"{key}={word}")
+    if not words:
+        return {}
+    long = "+".join([name, *words])
+    short = f"{name[:53]}+{hashlib.sha256(long.encode()).hexdigest()[:6]}"
+    note = f"{name} with {', '.join(words)}"
+    return {"name": long if len(long) <= 60 else short, "note": note}
+
+
+# ---- What a config is on a card
 
 SLOW_STEPS_DIVISOR = 8  # a slow precision trains this many times fewer steps
 MIN_SLOW_STEPS = 8

@@ -77,7 +77,8 @@ class CompiledLoss:
             return self.compiled(model, batch)
         # not what the model itself raises, out of memory say
         except torch._dynamo.exc.TorchDynamoException as error:
-            kind, reason = type(error).__name__, str(error).strip().splitlines()[0]
-            self.report = f"eagerly, since compiling failed: {kind}: {reason}"
+            cause = getattr(error, "inner_exception", error)  # around it: which backend raised it
+            reason = str(cause).strip().splitlines()[0]
+            self.report = f"eagerly, since compiling failed: {type(cause).__name__}: {reason}"
             self.compiled = self.eager
             return self.eager(model, batch)

@@ -20,8 +20,8 @@ from torch import nn
 from labutils import machine
 from labutils.config.card import CARDS
 from labutils.config.choices import COMPILE_MODES, PRECISIONS
-from labutils.config.reader import did_you_mean, load_config
-from labutils.config.schema import Config, ConfigError, Run, resolve
+from labutils.config.reader import load_config
+from labutils.config.schema import Config, ConfigError, Run, did_you_mean, resolve
 from labutils.files import (
     code_version,
     commit,

@@ -24,6 +24,10 @@ from labutils.training.accelerated import Replicas
 from labutils.training.resume import Saver, orderly_stop
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
+NO_TARGET = (
+    "no target in {}, so a mean loss would be 0/0. With `lm_loss_sum` that means: every label is "
+    "-100, or the first of its sequence. Leave such batches out"
+)
 
 
 class Series(BaseModel):
@@ -73,7 +77,8 @@ def train(
     A `saver` keeps the run's state on disk, and skips the steps that it has found done.
 
     Raises KeyboardInterrupt at the end of the step in which Ctrl-C or SIGTERM comes, and
-    FloatingPointError after several non-finite losses in a row. Whatever is raised, a `series` that
+    FloatingPointError after several non-finite losses in a row, which says so if the step's data
+    were not finite; ValueError before a step without targets. Whatever is raised, a `series` that
     the caller gives has the steps so far. Raises PrecisionUnsupported before any work.
     """
     device = next(model.parameters()).device
@@ -102,6 +107,7 @@ def train(
         mininterval=1,
     )
     model.train()
+    bad_data = ""
     try:
         with (
             tf32(PRECISIONS[precision].tf32),
@@ -116,13 +122,16 @@ def train(
                 window = list(itertools.islice(stream, grad_accum_steps))
                 if not window:
                     break
+                n_targets = sum(map(count_targets, window))
+                if replicas.size == 1 and not n_targets:  # of several, another may have some
+                    raise ValueError(NO_TARGET.format(f"the batches of step {step + 1}"))
                 mean_loss = torch.zeros((), device=device)
                 grad_norm = take_step(
                     model,
                     replicas.in_turn(window),
                     loss_on_device,
                     optimizer,
-                    n_targets=replicas.mean(sum(map(count_targets, window))),
+                    n_targets=replicas.mean(n_targets),
                     autocast=partial(autocast, precision, device),
                     scaler=scaler,
                     max_grad_norm=max_grad_norm,
@@ -136,7 +145,10 @@ def train(
                 reads = log.due() if replicas.size == 1 else step % 10 == 9
                 if saves or reads or is_last:
                     bar.set_postfix_str(f"loss {log.read():.3f}", refresh=False)
-                    _require_finite(series.loss)
+                    is_bad = not math.isfinite(series.loss[-1])
+                    # looked for only now: on a GPU this waits
+                    bad_data = is_bad and (bad_data or _not_finite(window, step + 1))
+                    _require_finite(series.loss, bad_data)
                 if held_out and (is_last or (eval_every and n_done % eval_every == 0)):
                     loss = evaluate(model, held_out, loss_fn, count_targets, precision)
                     series.held_out.append((n_done, loss))
@@ -171,7 +183,7 @@ def evaluate(
 ) -> float:
     """Return the mean loss per target over some batches, without dropout.
 
-    Leaves the model in training mode.
+    Leaves the model in training mode. Raises ValueError if the batches have no target.
     """
     device = next(model.parameters()).device
     total, n_targets = 0.0, 0
@@ -181,19 +193,38 @@ def evaluate(
             total += loss_fn(model, to_device(batch, device)).item()
         n_targets += count_targets(batch)
     model.train()
+    if not n_targets:
+        raise ValueError(NO_TARGET.format("the batches to evaluate on"))
     return total / n_targets
 
 
-def _require_finite(losses: list[float]) -> None:
-    """Raise FloatingPointError if the last NON_FINITE_LIMIT losses, or more, are inf or NaN."""
+def _not_finite(window: list[Any], step: int) -> str:
+    """Return which tensor of a step's micro-batches has NaN or inf; "" if none has."""
+    for batch in window:
+        tensors = batch if isinstance(batch, dict) else {"a batch": batch}
+        for name, tensor in tensors.items():
+            is_float = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+            if is_float and not (tensor < math.inf).all():  # -inf is what masks hold
+                return f"`{name}` has NaN or inf in the data of step {step}"
+    return ""
+
+
+def _require_finite(losses: list[float], bad_data: str) -> None:
+    """Raise FloatingPointError if the last NON_FINITE_LIMIT losses, or more, are inf or NaN.
+
+    `bad_data` says what is wrong with the data, if anything is.
+    """
     last = list(itertools.takewhile(lambda loss: not math.isfinite(loss), reversed(losses)))
     if len(last) >= NON_FINITE_LIMIT:
-        first = len(losses) - len(last) + 1
-        raise FloatingPointError(
-            f"the loss has been inf or NaN since step {first}: the forward pass overflows "
-            "(in fp16 no loss scale can mend that, bf16 or fp32 may) or the weights are damaged. "
-            "Try a lower learning_rate, max_grad_norm: 1.0, or more lr_warmup_steps"
+        reason = (
+            "the forward pass overflows (in fp16 no loss scale can mend that, bf16 or fp32 may) or "
+            "the weights are damaged. Try a lower learning_rate, max_grad_norm: 1.0, or more "
+            "lr_warmup_steps"
         )
+        if bad_data:
+            reason = f"{bad_data}. Mend the data, or leave them out; the learning rate is no cause"
+        first = len(losses) - len(last) + 1
+        raise FloatingPointError(f"the loss has been inf or NaN since step {first}: {reason}")
 
 
 class StepLog:

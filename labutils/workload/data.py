@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ from labutils.config.schema import Config
 from labutils.techniques.loss import IGNORED
 
 END_OF_TEXT = "<|endoftext|>"
+# A run of letters, of digits, of signs or of spaces is one word to a tokenizer, which learns from a
+# word in a time that grows with its length squared. So it learns from pieces of very long ones.
+LONG_WORD = re.compile(r"([^\W\d_]{1000}|\d{1000}|(?:[^\w\s]|_){1000}|\s{1000})")
 HELD_OUT_EVERY = 10  # every tenth block of seq_len tokens is never trained on
 HELD_OUT_SEQUENCES = 16  # the same ones, whatever the batch
 
@@ -57,8 +61,8 @@ class Corpus:
         if n_blocks < HELD_OUT_EVERY:
             raise DataError(
                 f"the corpus has {len(self.ids)} tokens: too short for sequences of {seq_len}, "
-                f"which need {HELD_OUT_EVERY * seq_len}. Use a longer text, a smaller seq_len, or "
-                "`corpus: stdlib`."
+                f"which need {HELD_OUT_EVERY * seq_len}. Use a longer text (or one that repeats "
+                "itself less), a smaller seq_len, or `corpus: stdlib`."
             )
         ids = torch.from_numpy(self.ids[: n_blocks * seq_len].astype(np.int64))
         blocks = ids.view(n_blocks, seq_len)
@@ -259,7 +263,7 @@ def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.train_from_iterator(LONG_WORD.split(text), trainer)
     return tokenizer
 
 

@@ -61,3 +61,9 @@ def test_a_row_without_code_is_not_trained_as_another(monkeypatch):
     config = lab.load_config("fp32").model_copy(update={"lr_schedule": "linear"})
     with pytest.raises(ValueError, match="'linear' has a row in `choices`, and no code"):
         lab.rate_of(config)(9)
+
+
+def test_each_checkpointing_policy_says_what_it_does():
+    """One word behind the last of several would be read as that one's alone."""
+    words = {row.name: row.help for row in choices.CHECKPOINTING.values() if row.is_on}
+    assert all(words.values()) and [name for name in words if "again" in words[name]] == ["block"]

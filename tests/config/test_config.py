@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from benchmarks.configs import commented, json_schema
-from labutils.config.reader import config_of, load_config, parse_overrides
+from labutils.config import reader, schema
+from labutils.config.reader import config_of, load_card, load_config, parse_overrides
 from labutils.config.schema import ConfigError
 from tests.helpers import REPO, committed
 
@@ -60,6 +62,8 @@ MISTAKES = [
     ("precision: fp32", "precision: FP16", "'16bit', got 'FP16'. Did you mean `fp16`?"),
     ("learning_rate: 6e-4", "learning_rate: .inf", "`learning_rate`: expected"),
     ("corpus: stdlib", "corpus: nowhere.txt", "no such file: 'nowhere.txt'"),
+    ("  seq_len: 128", "  when_cpu: {steps: 3}", "`when_cpu` stands inside `when_cpu`"),
+    ("tokens_per_step: 4096", f"tokens_per_step: {10**9}", "; use a smaller micro_batch_size"),
     ("when_cpu:", "when_gpu:", "unknown key `when_gpu`. Did you mean `when_cpu`?"),
     ("tokens_per_step: 4096", "tokens_per_step: 5000", "the next one is 6144"),
     ("lr_warmup_steps: 5", "lr_warmup_steps: 61", "more than the 60 steps"),
@@ -84,6 +88,21 @@ def test_all_mistakes_are_reported_at_once(write):
     lines = errors_of(write(text=text)).splitlines()
     words = ("missing: `seed`", "`sede`", "`tokens_per_step`", "`steps`", "`model` is given twice")
     assert all(word in line for word, line in zip(words, lines, strict=True))
+
+
+@pytest.mark.parametrize("load", [load_config, load_card])
+def test_of_many_mistakes_some_are_shown_and_few_are_thought_about(load, tmp_path, monkeypatch):
+    asked = []
+    for module in (reader, schema):
+        monkeypatch.setattr(module, "did_you_mean", lambda word, _: asked.append(word) or "")
+    path = tmp_path / "x.yaml"
+    path.write_text("".join(f"key_{i}: 0\n" for i in range(3000)), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    *shown, last = str(caught.value).splitlines()
+    assert len(shown) == 20 and len(asked) <= 2 * 20
+    n_missing = sum("missing" in line for line in shown)
+    assert last == f"{path}: … and {3000 + n_missing - 20:,} more"
 
 
 def test_a_step_in_backward_needs_one_whole_micro_batch(write):
@@ -141,7 +160,9 @@ def test_any_file_is_a_config_or_a_config_error(tmp_path, line):
 
 def test_a_folder_and_a_missing_file_are_refused(tmp_path, write):
     write()
-    assert "is a directory; name one YAML file" in errors_of(tmp_path)
+    folder = tmp_path / "a_folder.yaml"
+    folder.mkdir()
+    assert errors_of(folder).startswith(f"{folder}: is a folder; name one of its YAML files")
     assert "Did you mean `x.yaml`" in errors_of(tmp_path / "x.yml")
 
 
@@ -211,6 +232,44 @@ def test_a_corpus_is_relative_to_its_file_or_to_the_working_directory(write, tmp
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         load_config("fp32").steps = 1
+
+
+def test_a_change_is_an_override(write):
+    config = load_config(write(), steps=7, lr_warmup_steps=0).changed(
+        precision="bf16", seq_len="64"
+    )
+    for device_type in ("cpu", "cuda"):
+        there = config.on(device_type)
+        assert (there.steps, there.precision, there.seq_len) == (7, "bf16", 64)
+    assert config.changes("cuda") == [
+        "override: seq_len 64, steps 7, lr_warmup_steps 0, precision bf16"
+    ]
+    assert config.changed(steps=8, name="x").name == "x"
+
+
+def test_each_change_has_a_name_of_its_own_and_a_valid_one(write):
+    config = load_config(write("name: fp32", f"name: {'a' * 60}"))
+    assert len({config.changed(seed=seed).on("cpu").name for seed in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"precision": "fp61"}, "`precision`: expected .*'fp61'. Did you mean `fp16`"),
+        (
+            {"micro_batch_sise": 1},
+            "unknown key `micro_batch_sise`. Did you mean `micro_batch_size`",
+        ),
+        ({"lr_warmup_steps": 61}, "`lr_warmup_steps`: .*more than the 60 steps"),
+        ({"corpus": "nowhere.txt"}, "`corpus`: no such file: 'nowhere.txt'"),
+        ({"when_cpu": {"steps": 3}}, "`when_cpu` is a part of a file"),
+    ],
+)
+def test_a_bad_change_is_named_as_a_bad_override_is(values, expected):
+    config = load_config("fp32")
+    for change in (config.changed, partial(load_config, "fp32")):
+        with pytest.raises(ConfigError, match=expected):
+            change(**dict(values))
 
 
 def test_the_schema_file_equals_the_model():

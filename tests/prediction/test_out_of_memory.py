@@ -83,6 +83,13 @@ step()
 ''')
 assert not result.success
 assert lab.allocated_bytes(torch.device("cpu")) == before, "the traceback keeps tensors"
+result = shell.run_cell('''
+def wait():
+    raise KeyboardInterrupt
+
+wait()
+''')
+assert not result.success, "Run All would go on"
 result = shell.run_cell("1 / 0")
 assert not result.success
 assert shell.run_cell("torch.ones(2).sum().item()").result == 2.0
@@ -90,7 +97,7 @@ shell.run_cell("torch.ones(2) @ torch.ones(3)")
 """
 
 
-def test_a_cell_without_memory_gives_a_short_answer_and_the_next_one_runs(tmp_path):
+def test_a_cell_that_ran_out_of_memory_or_was_stopped_gives_a_short_answer(tmp_path):
     pytest.importorskip("IPython")
     done = in_a_process(CELLS, IPYTHONDIR=str(tmp_path), NO_COLOR="1")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -98,7 +105,8 @@ def test_a_cell_without_memory_gives_a_short_answer_and_the_next_one_runs(tmp_pa
     assert first[0] == "Out of memory: asked for 1,048,576.00 GiB more"
     assert first[1] == "in line 3 of step: return torch.empty(2**50, dtype=torch.uint8)"
     assert first[2].startswith("For `config` (fp32): Alone fp32 needs 7")
-    assert "DefaultCPUAllocator" not in done.stdout
+    assert first[3] == "Interrupted in line 2 of wait: raise KeyboardInterrupt"  # one line
+    assert "DefaultCPUAllocator" not in done.stdout and done.stdout.count("Interrupt") == 2
     assert (
         "ZeroDivisionError" in done.stdout and "same number of elements" in done.stdout
     )  # other errors look as ever

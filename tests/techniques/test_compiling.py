@@ -44,8 +44,23 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so(monkeypatch, tmp_path):
     with torch._inductor.config.patch(fx_graph_cache=False):
         compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
         assert loss_and_gradient(compiled)[0] == loss_and_gradient(lab.lm_loss_sum)[0]
-    assert "eagerly" in compiled.report
+    assert "eagerly, since" in compiled.report and "No working C++ compiler" in compiled.report
     torch.compiler.reset()
+
+
+def test_the_reason_is_what_the_backend_raised_not_that_it_did(monkeypatch):
+    """Triton's words where no C compiler is found."""
+    inner = RuntimeError("Failed to find C compiler. Please specify via CC\nmore")
+    error = torch._dynamo.exc.BackendCompilerFailed("inductor", inner, None)
+
+    def failing(model, batch):
+        raise error
+
+    monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: failing)
+    compiled = CompiledLoss(lambda model, batch: torch.ones(()), "default", CPU)
+    assert compiled(None, None) == 1
+    reason = "RuntimeError: Failed to find C compiler. Please specify via CC"
+    assert compiled.report == f"eagerly, since compiling failed: {reason}"
 
 
 def test_what_the_model_raises_is_not_hidden():

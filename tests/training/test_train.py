@@ -48,12 +48,35 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
 
 def test_losses_that_stay_non_finite_stop_the_training_and_leave_the_series():
     good, bad = regression_batches(2)
-    bad["x"] = bad["x"] * math.nan
+    bad["y"] = bad["y"] * 1e30  # its square is inf
     series = Series()
-    with pytest.raises(FloatingPointError, match=r"since step 3.*learning_rate"):
+    with pytest.raises(FloatingPointError, match=r"since step 3: .* a lower learning_rate"):
         train(two_layers(), [good, good] + [bad] * 20, steps=22, series=series)
     assert len(series.loss) == 7 and all(map(math.isnan, series.grad_norm))  # nothing is clipped
     assert len(train(two_layers(), [good] + [bad] * 4, steps=9).loss) == 5  # the batches end
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_data_that_are_not_finite_are_named(bad):
+    good, *others = regression_batches(7)
+    masked = {"mask": torch.full((6, 6), -math.inf)}  # as attention masks are
+    first = {"x": good["x"] * bad, "y": good["y"]} | masked
+    with pytest.raises(FloatingPointError) as caught:
+        train(two_layers(), [good, first, *(other | masked for other in others)], steps=7)
+    assert "since step 2: `x` has NaN or inf in the data of step 2. Mend" in str(caught.value)
+
+
+def test_batches_without_a_target_are_named_before_they_damage_the_weights():
+    model, series, ids = lab.build_model(n_layer=1), Series(), torch.arange(16).view(1, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    none = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    window = [{"input_ids": ids, "labels": ids}, none]  # one of two may be empty
+    options = {"grad_accum_steps": 2, "steps": 2, "series": series, "progress": False}
+    with pytest.raises(ValueError, match=r"no target in the batches of step 2.* -100"):
+        lab.train(model, [*window, none, none], lab.lm_loss_sum, optimizer, **options)
+    assert len(series.loss) == 1 and all(p.isfinite().all() for p in model.parameters())
+    with pytest.raises(ValueError, match="no target in the batches to evaluate on"):
+        lab.evaluate(model, [none], lab.lm_loss_sum)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import labutils as lab
+from labutils.workload import data
 from labutils.workload.data import DataError
 
 
@@ -63,6 +64,26 @@ def test_an_unusable_text_is_a_clear_error(tmp_path, content, expected):
     path.write_bytes(content)
     with pytest.raises(DataError, match=expected):
         lab.load_corpus(str(path)).split(64)
+
+
+def test_a_text_that_is_one_word_is_learned_in_pieces(tmp_path):
+    path = tmp_path / "x.txt"
+    for character in "a7=":
+        path.write_text(character * 200_000)
+        assert len(lab.load_corpus(str(path)).ids) > 200_000 / 1000
+    random = torch.randint(4, (100_000,), generator=torch.Generator().manual_seed(0))
+    path.write_text("".join("ACGT"[i] for i in random.tolist()))
+    assert len(lab.load_corpus(str(path)).ids) < 100_000 / 4
+
+
+def test_an_ordinary_text_is_learned_as_a_whole():
+    """So its tokens are those of earlier records."""
+    documents = islice(data._stdlib_documents(), 100)
+    assert all(data.LONG_WORD.split(document) == [document] for document in documents)
+    sentences = (
+        "深度学习是机器学习的分支。" * 200 + "a1" * 2000
+    )  # long without a space, yet many words
+    assert data.LONG_WORD.split(sentences) == [sentences]
 
 
 def test_fewer_sequences_than_a_micro_batch_are_a_clear_error():
