@@ -5,6 +5,7 @@ Values stay as they are, and so does what stands under `when_cpu`.
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,6 +13,12 @@ import yaml
 from labutils.config.choices import PRECISIONS
 from labutils.config.schema import KEYS, Config
 from labutils.files import CONFIGS_DIR, write_atomically
+
+
+def shipped(folder: Path = CONFIGS_DIR) -> list[Path]:
+    """Return the paths of the course's own configs; a reader's are `my_*.yaml`."""
+    paths = sorted(folder.glob("*_config.yaml"))
+    return [path for path in paths if not path.name.startswith("my_")]
 
 
 def commented(text: str, baseline: str) -> str:
@@ -50,7 +57,7 @@ def json_schema() -> dict[str, Any]:
 
 if __name__ == "__main__":
     usual = (CONFIGS_DIR / "fp32_config.yaml").read_text(encoding="utf-8")
-    for path in sorted(CONFIGS_DIR.glob("*_config.yaml")):
+    for path in shipped():
         write_atomically(path, commented(path.read_text(encoding="utf-8"), usual).encode())
     text = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
     write_atomically(CONFIGS_DIR / "schema.json", text.encode())

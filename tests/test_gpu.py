@@ -192,7 +192,7 @@ def test_the_allocators_rules_are_torchs(conf, cap_mib):
     command = [sys.executable, "-m", "tests.prediction.allocator_story", str(cap_mib)]
     environment = os.environ | {"PYTORCH_ALLOC_CONF": conf}
     answer = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert answer.returncode == 0, answer.stderr
     assert (cap_mib > 0) == ("0 refused" not in answer.stdout), answer.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tarfile
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
+from tests.helpers import REPO
 
 WRITE = "import sys; open(sys.argv[1], 'a').write('row\\n')"
 SLEEP = "import time, pathlib, sys; pathlib.Path(sys.argv[1]).touch(); time.sleep(1000)"
@@ -125,6 +127,12 @@ def test_every_part_calls_what_there_is():
         "benchmarks.allocator_table",
         "benchmarks.snapshot_record",
         "benchmarks.bench",
+    }
+    files = {word for word in gpu.TESTS if word.startswith("tests/")}
+    assert files == {
+        path.relative_to(REPO).as_posix()
+        for path in REPO.glob("tests/**/test_*.py")
+        if re.search(r"mark\.gpu$", path.read_text(encoding="utf-8"), re.M)
     }
     labs = [c[-1] for part in gpu.PARTS.values() for c in part.values() if "labs" in c]
     assert sorted(labs) == ["01", "02", "03", "04"]
