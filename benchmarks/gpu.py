@@ -41,7 +41,7 @@ TESTS = [*PYTHON, "pytest", "-o", "addopts=", "-p", "benchmarks.gpu", "-m", "gpu
 # two files: others may need packages that are not there
 TESTS += ["--tb=short", "-p", "no:cacheprovider", "tests/test_gpu.py", "tests/test_train_gpt2.py"]
 TABLE = [*PYTHON, "benchmarks.allocator_table", "{out}/reference/allocator_card.csv"]
-LABS = [*PYTHON, "labutils", "labs"]
+LABS = [*PYTHON, "labutils", "labs", "--keep-going"]
 BENCH = [*PYTHON, "benchmarks.bench", "--blocks", "5"]
 PARTS = {  # part: {command's name: its words}
     "ledger": {

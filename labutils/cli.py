@@ -62,6 +62,7 @@ Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET
 MEMORY = typer.Option(min=0.001, max=1e6, callback=_no_nan, help="if not the device's own")
 Gib = Annotated[float | None, MEMORY]
 InPlace = Annotated[bool, typer.Option("--in-place", help="for maintainers: write outputs back")]
+KeepGoing = Annotated[bool, typer.Option("--keep-going", help="past a cell that fails")]
 Student = Annotated[Path | None, typer.Option(help="a folder for copies without outputs")]
 Out = Annotated[Path | None, typer.Option(help="a folder for the tables (runs/grades/FOLDER)")]
 Timeout = Annotated[float, typer.Option(min=1, help="seconds for one cell")]
@@ -454,13 +455,18 @@ def doctor() -> None:
 
 
 @app.command()
-def labs(notebooks: Notebooks = (), in_place: InPlace = False, student: Student = None) -> None:
+def labs(
+    notebooks: Notebooks = (),
+    in_place: InPlace = False,
+    keep_going: KeepGoing = False,
+    student: Student = None,
+) -> None:
     """Execute notebooks, the four or those named; results go to runs/."""
     from labutils import pages
     from labutils.exhibits.play import save_all
 
-    if in_place and student:
-        raise typer.BadParameter("--in-place and --student exclude each other")
+    if student and (in_place or keep_going):
+        raise typer.BadParameter("--student executes nothing: it excludes the other options")
     unnamed = pages.all_notebooks() if student else pages.core_notebooks()
     paths = [pages.find_notebook(name) for name in notebooks] or unnamed
     if student:
@@ -468,7 +474,7 @@ def labs(notebooks: Notebooks = (), in_place: InPlace = False, student: Student 
             print(f"wrote {pages.write_student_copy(path, student)}, without outputs")
         return
     require_room()  # said now, and not after minutes
-    succeeded = [pages.execute(path, in_place=in_place) for path in paths]
+    succeeded = [pages.execute(path, in_place=in_place, keep_going=keep_going) for path in paths]
     if not notebooks:
         print(f"wrote {save_all()}")
     print(f"wrote {pages.write_index()}: it leads to all pages")

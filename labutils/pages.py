@@ -71,11 +71,12 @@ def read_notebook(path: Path) -> nbformat.NotebookNode:
         raise ConfigError(f"{path} is not a notebook; its name should end in .ipynb") from error
 
 
-def execute(path: Path, *, in_place: bool = False) -> bool:
+def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> bool:
     """Run a notebook in a fresh kernel, write `runs/<name>.ipynb` and `.html`, return success.
 
     The notebook is written even if a cell fails, or at Ctrl-C: it shows how far it came. `in_place`
-    writes it back to `path` instead, if it came to its end.
+    writes it back to `path` instead, if it came to its end. `keep_going` executes what follows a
+    cell that fails, too.
     """
     notebook = read_notebook(path)
     interrupt = _Interrupt()
@@ -84,6 +85,7 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
         extra_arguments=QUIET,
+        allow_errors=keep_going,
         coalesce_streams=True,  # one output of each stream, without what progress bars overwrote
         record_timing=False,
         resources={"metadata": {"path": str(REPO_DIR)}},
@@ -99,6 +101,9 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
         interrupt.has_come = True
     if interrupt.has_come:
         problem = f"interrupted in {path.name}"
+    elif keep_going:
+        failed = [str(n) for n, cell in enumerate(notebook.cells) if _has_failed(cell)]
+        problem = f"failed: cells {', '.join(failed)} of {path.name}, from 0" if failed else ""
     over = "\r" if sys.stdout.isatty() else ""
     print(f"{over}{path.name}: {time.perf_counter() - start:.0f} s{' ' * 20}".rstrip())
     _shorten_errors(notebook)
@@ -112,6 +117,12 @@ def execute(path: Path, *, in_place: bool = False) -> bool:
     if interrupt.has_come:
         raise KeyboardInterrupt  # the notebooks after it are not executed
     return not problem
+
+
+def _has_failed(cell: nbformat.NotebookNode) -> bool:
+    """Whether a cell raised that is not there to raise."""
+    kinds = [output.output_type for output in cell.get("outputs", [])]
+    return "error" in kinds and "raises-exception" not in cell.metadata.get("tags", [])
 
 
 class _Progress:

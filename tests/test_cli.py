@@ -69,7 +69,7 @@ def test_wrong_usage_exits_with_2(capsys):
         ("predict", "fp32", "--gpu-memory-gib", "8GB"): "--gpu-memory-gib",
         ("predict", "fp32", "--device", "t44"): "rtx5090",
         ("grade", ".", "--jobs", "0"): "--jobs",
-        ("labs", "--in-place", "--student", "copies"): "exclude each other",
+        ("labs", "--in-place", "--student", "copies"): "excludes the other options",
         ("advise", "fp32", "--device", "t4", "--card", "x.yaml"): "exclude each other",
     }.items():
         assert main(arguments) == 2

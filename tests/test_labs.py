@@ -73,6 +73,20 @@ def test_ctrl_c_keeps_what_was_executed_and_begins_no_other_notebook(runs, tmp_p
     assert "as far as this" in (runs / "long.html").read_text("utf-8")
 
 
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_what_follows_a_cell_that_fails_is_executed_if_asked_for(
+    keep_going, runs, tmp_path, capsys
+):
+    path = tmp_path / "fails.ipynb"
+    cells = [nbformat.v4.new_code_cell(source) for source in ("1 / 0", "1 / 0", "print('after')")]
+    cells[1].metadata["tags"] = ["raises-exception"]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    assert main(["labs", str(path), *(["--keep-going"] if keep_going else [])]) == 1
+    last = nbformat.read(runs / "fails.ipynb", as_version=4).cells[-1]
+    assert bool(last.outputs) == keep_going
+    assert ("failed: cells 0 of fails.ipynb" in capsys.readouterr().err) == keep_going
+
+
 def test_a_progress_bar_is_kept_as_it_ended(runs, tmp_path):
     path = tmp_path / "bar.ipynb"
     source = "import sys\nfor n in (0, 50, 100): print(f'\\r{n} %', end='', flush=True)\nprint()"
