@@ -118,6 +118,8 @@ def run(
     resume: Resume = False,
 ) -> None:
     """Train an experiment, or continue one; save its record in runs/."""
+    if rerun and resume:
+        raise typer.BadParameter("--rerun and --resume exclude each other")
     from labutils.config.reader import load_config, parse_overrides
 
     experiment = load_config(config, **parse_overrides(pairs))

@@ -70,6 +70,7 @@ def test_wrong_usage_exits_with_2(capsys):
         ("predict", "fp32", "--device", "t44"): "rtx5090",
         ("grade", ".", "--jobs", "0"): "--jobs",
         ("labs", "--in-place", "--student", "copies"): "excludes the other options",
+        ("run", "fp32", "--rerun", "--resume"): "exclude each other",
         ("advise", "fp32", "--device", "t4", "--card", "x.yaml"): "exclude each other",
     }.items():
         assert main(arguments) == 2
