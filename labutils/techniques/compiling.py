@@ -78,7 +78,9 @@ class CompiledLoss:
         # not what the model itself raises, out of memory say
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)  # around it: which backend raised it
-            reason = str(cause).strip().splitlines()[0]
-            self.report = f"eagerly, since compiling failed: {type(cause).__name__}: {reason}"
+            first, *more = str(cause).strip().splitlines()
+            complaints = [line.partition("error: ")[2] for line in more if "error: " in line]
+            reason = ": ".join([type(cause).__name__, first, *complaints[:1]])  # of the compiler
+            self.report = f"eagerly, since compiling failed: {reason}"
             self.compiled = self.eager
             return self.eager(model, batch)

@@ -48,10 +48,22 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so(monkeypatch, tmp_path):
     torch.compiler.reset()
 
 
-def test_the_reason_is_what_the_backend_raised_not_that_it_did(monkeypatch):
-    """Triton's words where no C compiler is found."""
-    inner = RuntimeError("Failed to find C compiler. Please specify via CC\nmore")
-    error = torch._dynamo.exc.BackendCompilerFailed("inductor", inner, None)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "Failed to find C compiler. Use CC\nmore",
+            "Failed to find C compiler. Use CC",
+        ),  # Triton's
+        (
+            "C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\n"
+            "/tmp/x.cpp:3:10: fatal error: omp.h: No such file\nx.cpp:9: error: more",
+            "C++ compile error: omp.h: No such file",
+        ),
+    ],
+)
+def test_the_reason_is_what_the_backend_raised_not_that_it_did(monkeypatch, text, reason):
+    error = torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError(text), None)
 
     def failing(model, batch):
         raise error
@@ -59,8 +71,7 @@ def test_the_reason_is_what_the_backend_raised_not_that_it_did(monkeypatch):
     monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: failing)
     compiled = CompiledLoss(lambda model, batch: torch.ones(()), "default", CPU)
     assert compiled(None, None) == 1
-    reason = "RuntimeError: Failed to find C compiler. Please specify via CC"
-    assert compiled.report == f"eagerly, since compiling failed: {reason}"
+    assert compiled.report == f"eagerly, since compiling failed: RuntimeError: {reason}"
 
 
 def test_what_the_model_raises_is_not_hidden():
