@@ -106,7 +106,10 @@ def test_the_record_of_stability_continues_where_it_was_stopped(runs, tmp_path, 
     made = lab.read_record("stability", tmp_path)
     assert made.attrs.keys() >= FACTS | {"rates"} and made.seed.tolist() == [0, 0, 1, 1]
     assert made.arm.tolist() == [*few, *few]
-    assert made.loss.isna().tolist() == [False, True] * 2  # the arm was trained as it says
+    losses = made.pivot(index="seed", columns="arm", values="loss")
+    assert losses["fp32"].notna().all()
+    # the arm was trained as it says: in FP16 a loss overflows, or is rounded, by the CPU at hand
+    assert (losses[records.PURE_FP16] != losses["fp32"]).all()
     monkeypatch.setattr(records, "train", None)  # nothing is trained twice
     records.main(options)
     assert made.equals(lab.read_record("stability", tmp_path))
