@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.checkpointing import kept_in_block
-from labutils.plotting.formats import bit_layout, gradient_histogram, relative_spacing
+from labutils.plotting.formats import bit_layout
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import bands, curves, heat_map, reconcile, steps
 from labutils.plotting.runs import four_panels
@@ -43,11 +43,9 @@ __all__ = [
     "blocks",
     "curves",
     "four_panels",
-    "gradient_histogram",
     "heat_map",
     "kept_in_block",
     "reconcile",
-    "relative_spacing",
     "snapshot",
     "stacked_memory",
     "steps",

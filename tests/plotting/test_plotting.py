@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import torch
 
 import labutils as lab
 from labutils import plotting
@@ -36,8 +35,6 @@ def who(event):
 
 DRAWN = {  # a function: its arguments before the axis
     "bit_layout": (),
-    "relative_spacing": (),
-    "gradient_histogram": (torch.randn(100), 2.0**10),
     "reconcile": ({"peak": {"guess": None, "ledger": 2.0, "measured": 2.0}}, "gain"),
     "curves": ({"it": {1: 2.0, 4: None}}, "batch", "ms"),
     "bands": ({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "x", "y"),
