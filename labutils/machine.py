@@ -173,8 +173,6 @@ def card(device: torch.device) -> Card:
         capability=(facts.major, facts.minor),
         n_sms=facts.multi_processor_count,
         threads_per_sm=facts.max_threads_per_multi_processor,
-        # without emulation: with it the answer is True on a T4, which has no such hardware
-        has_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
     )
     return Card(THIS, free_gib + CONTEXT_GIB, gpu, is_here=True)
 
