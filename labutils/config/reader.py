@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from labutils.config.card import COLUMNS, N_NEEDED, Card, card_of_row
+from labutils.config.card import CARDS, COLUMNS, N_NEEDED, Card, card_of_row
 from labutils.config.schema import Config, ConfigError, disagreements
 from labutils.files import CONFIGS_DIR
 
@@ -183,6 +184,27 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     named = _named(values.get("name", ""), changes) | changes
     parts = {"when_cpu": cpu_changes, "overrides": changes}
     return Config.model_construct(**gpu | named | parts)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|rtx|gpu|gb|sxm\d|hbm\d|[\W_]", "", name.lower())
+
+
+def card_named(name: str) -> Card:
+    """Return the card of `cards.csv` with a name, written as in shops too: "RTX 3060 12GB".
+
+    Raises ValueError for any other name. It tells the most similar one, and how to describe a card.
+    """
+    wanted = _plain(name)
+    for card in CARDS.values():
+        own = _plain(card.name)
+        if wanted in (own, f"{own}{math.ceil(card.memory_gib)}"):
+            return card
+    hint = did_you_mean(name, CARDS) or f" There are: {', '.join(CARDS)}."
+    raise ValueError(
+        f"no card is named {name!r}.{hint} Or describe yours in a YAML file: --card FILE, or "
+        "lab.load_card(FILE) in Python"
+    )
 
 
 def load_card(path: str | os.PathLike[str]) -> Card:

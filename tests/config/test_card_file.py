@@ -83,6 +83,37 @@ def test_the_command_takes_a_card_or_a_device(write, capsys):
     assert "exclude each other" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("RTX 3060", "rtx3060"),
+        ("3060", "rtx3060"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "rtx3060-laptop"),
+        ("4070ti super", "rtx4070ti-super"),
+        ("4060 Ti 16GB", "rtx4060ti-16"),
+        ("A100-80GB", "a100"),
+        ("A100-SXM4-40GB", "a100-40"),
+    ],
+)
+def test_a_card_is_found_as_people_write_it(words, name):
+    assert lab.card_of(words) is CARDS[name]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("rtx3060x", "Did you mean `rtx3060`?"),
+        ("RTX 3060 8GB", "Did you mean `rtx3060`?"),  # another card, with less bandwidth
+        ("GTX 1650", "There are: t4, v100"),
+    ],
+)
+def test_an_unknown_card_gets_a_hint_and_the_way_to_describe_it(words, hint):
+    with pytest.raises(ValueError, match="no card is named") as caught:
+        lab.card_of(words)
+    assert repr(words) in str(caught.value) and hint in str(caught.value)
+    assert "--card FILE, or lab.load_card(FILE)" in str(caught.value)
+
+
 @pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
 def test_a_card_reaches_about_what_its_datasheet_says(card):
     for kind, peak in card.speed.tflops.items():
