@@ -22,7 +22,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from labutils.config.card import CARDS, CONTEXT_GIB, CPU, Card, Gpu, Support
+from labutils.config.card import CONTEXT_GIB, CPU, Card, Gpu, Support
+from labutils.config.reader import card_named
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -181,14 +182,12 @@ def card(device: torch.device) -> Card:
         capability=(facts.major, facts.minor),
         n_sms=facts.multi_processor_count,
         threads_per_sm=facts.max_threads_per_multi_processor,
-        # without emulation: with it the answer is True on a T4, which has no such hardware
-        has_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
     )
     return Card(THIS, free_gib + CONTEXT_GIB, gpu, is_here=True)
 
 
 def card_of(device: str | torch.device | Card) -> Card:
-    """Return the card that is meant: one of CARDS by name, "this" GPU, or "cpu".
+    """Return the card that is meant: one of CARDS by name ("RTX 4090" too), "this" GPU, or "cpu".
 
     Raises ValueError for another name, RuntimeError for "this" without a CUDA GPU.
     """
@@ -199,7 +198,7 @@ def card_of(device: str | torch.device | Card) -> Card:
     if device == CPU.name:
         return CPU
     if device != THIS:
-        return CARDS[device]
+        return card_named(device)
     if not torch.cuda.is_available():
         raise RuntimeError('there is no CUDA GPU here; device="cpu" predicts this machine')
     return card(torch.device("cuda"))

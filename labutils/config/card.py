@@ -36,7 +36,11 @@ class Gpu:
     capability: tuple[int, int]
     n_sms: int  # streaming multiprocessors
     threads_per_sm: int  # at most
-    has_bf16: bool  # whether it multiplies BF16 numbers in hardware
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies BF16 numbers in hardware. torch emulates them on older cards."""
+        return self.capability >= (8, 0)
 
     @property
     def flash(self) -> bool:
@@ -76,6 +80,7 @@ class Speed:
     # What a linear layer reaches of the fastest square product: 74 of 81.3 TFLOP/s, BERT-large in
     # 16 bits on an RTX 3090 Ti, github.com/mli/transformers-benchmarks.
     layers: float = 0.91
+    assumed: float = 0.0  # so many times float32's is the peak in 16 bits, if none was given
 
     def product_rate(self, kind: str) -> float:
         """Return the FLOP/s of large products of a kind.
@@ -132,8 +137,7 @@ class Card:
             return self._on_a_cpu(row)
         if not row.without_hardware:
             return Support(True, False, "native")
-        is_bf16 = row.products == "bfloat16"
-        if self.gpu.has_bf16 if is_bf16 else self.gpu.capability >= row.fast_since:
+        if self.gpu.capability >= row.fast_since:
             return Support(True, False, "tensor cores")
         major, minor = self.gpu.capability
         reason = f"compute capability {major}.{minor} {row.without_hardware}"
@@ -169,24 +173,36 @@ KINDS = ("float32", "TF32", "float16", "bfloat16")  # of products
 SHARES = ("elements_share", "rows_share", "flash_forward", "flash_backward", "unaligned")
 MOST_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}  # else 2048
 N_NEEDED = 6  # columns that have a number for each card
+# The peak in 16 bits, as times float32's: of V100, A100, H100 and B200. Others with BF16 are taken
+# to have twice as much, as GeForce cards; those for workstations have four times. Older ones half:
+# of 7.5 RTX 20 cards have four times, but GTX 16 cards no tensor cores.
+TIMES_FLOAT32 = {(7, 0): 8.0, (8, 0): 16.0, (9, 0): 14.8, (10, 0): 30.0}
 
 
 def card_of_row(row: Mapping[str, str]) -> Card:
     """Return the card of a row: texts by column. It is uncalibrated if nothing was measured on it.
 
-    What is empty, or not there, is not known.
+    What is empty, or not there, is not known, but for peaks of tensor cores: BF16 is as fast as
+    FP16, TF32 half as fast. Without a peak in 16 bits one is assumed: see `Speed.assumed`.
     """
     numbers = {column: float(text) for column, text in row.items() if text and column != "name"}
+    capability = divmod(round(10 * numbers["compute_capability"]), 10)
+    threads = MOST_THREADS.get(capability, 2048)
+    gpu = Gpu(capability, int(numbers["multiprocessors"]), threads)
+    half, assumed = numbers.get("float16_tflops") or numbers.get("bfloat16_tflops"), 0.0
+    if not half:
+        assumed = TIMES_FLOAT32.get(capability, 2.0 if gpu.has_bf16 else 0.5)
+        half = assumed * numbers["float32_tflops"]
+    numbers["float16_tflops"] = half
+    if gpu.has_bf16:
+        numbers = {"tf32_tflops": half / 2, "bfloat16_tflops": half} | numbers
     tflops, reached = {}, {}
     for kind in KINDS:
         for rates, column in ((tflops, f"{kind}_tflops"), (reached, f"reached_{kind}")):
             if column.lower() in numbers:
                 rates[kind] = numbers[column.lower()]
     measured = {column: numbers[column] for column in SHARES if column in numbers}
-    speed = Speed(tflops, numbers["bandwidth_gb_s"], reached, **measured)
-    capability = divmod(round(10 * numbers["compute_capability"]), 10)
-    threads = MOST_THREADS.get(capability, 2048)
-    gpu = Gpu(capability, int(numbers["multiprocessors"]), threads, has_bf16="bfloat16" in tflops)
+    speed = Speed(tflops, numbers["bandwidth_gb_s"], reached, **measured, assumed=assumed)
     return Card(row["name"], numbers["memory_gib"], gpu, speed=speed)
 
 

@@ -6,6 +6,7 @@ pydantic gives them their types: so 1e-4 is a number, and `off` a word.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from labutils.config.card import COLUMNS, N_NEEDED, Card, card_of_row
+from labutils.config.card import CARDS, COLUMNS, N_NEEDED, Card, card_of_row
 from labutils.config.schema import (
     CPU_PART,
     MISTAKES_SHOWN,
@@ -144,6 +145,27 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
             file.add(key, f"{text} (on a CPU, with what `when_cpu` sets)", IN_CPU_PART)
     file.raise_if_any()
     return config
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|rtx|gpu|gb|sxm\d|hbm\d|[\W_]", "", name.lower())
+
+
+def card_named(name: str) -> Card:
+    """Return the card of `cards.csv` with a name, written as in shops too: "RTX 3060 12GB".
+
+    Raises ValueError for any other name. It tells the most similar one, and how to describe a card.
+    """
+    wanted = _plain(name)
+    for card in CARDS.values():
+        own = _plain(card.name)
+        if wanted in (own, f"{own}{math.ceil(card.memory_gib)}"):
+            return card
+    hint = did_you_mean(name, CARDS) or f" There are: {', '.join(CARDS)}."
+    raise ValueError(
+        f"no card is named {name!r}.{hint} Or describe yours in a YAML file: --card FILE, or "
+        "lab.load_card(FILE) in Python"
+    )
 
 
 def load_card(path: str | os.PathLike[str]) -> Card:

@@ -89,6 +89,8 @@ EAGER_BAND, COMPILED_BAND = (0.20, 0.25), (0.20, 0.40)
 # The same steps took 0.65 to 1.57 times as long as predicted without what was measured on their
 # card. A call takes the hosts of others 7 to 20 µs; 12 are assumed.
 WIDE_BAND = 0.40, 0.60
+# Where the peak in 16 bits is assumed it may be twice as much: products then take half as long.
+ASSUMED_BAND = 0.70, 0.60
 # In the course's own notebooks half of the steps on a CPU lay outside ±25 %: they took 0.57 to 1.3
 # times as long as predicted. Of 32 steps on one and two threads of an AMD EPYC, another day, 29 lay
 # in the band: they took 1.0 to 1.6 times as long, and those outside were in BF16. Beside other
@@ -264,6 +266,7 @@ class Clock:
         self.card, self.is_cpu = card, card.gpu is None
         self.time = card.speed if self.is_cpu else GpuTime(card, tf32, self.is_compiled)
         self.host = self.device = 0.0  # seconds since the step began
+        self.needs_tensor_cores = tf32  # or 16 bits
         self.busy = dict.fromkeys(SHARES[:3], 0.0)
         self.phases: Counter[str] = Counter()
         self.operations: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -288,6 +291,7 @@ class Clock:
         self.device = max(self.device, self.host) + seconds
         if self.is_cpu:
             self.host = self.device  # it is its own host
+        self.needs_tensor_cores |= work.has_16bit
         self.busy[SHARE_OF.get(work.kind, MEMORY)] += seconds
         gflop, gbyte = left.flops / 1e9, left.n_bytes / 1e9
         self.operations[work.kind].update(operations=1, ms=1e3 * seconds, gflop=gflop, gbyte=gbyte)
@@ -319,7 +323,11 @@ class Clock:
             return COMPILED_CPU_BAND, "compiled on a CPU: only eager operations were measured here"
         if self.is_cpu:
             return CPU_BAND, "from operations measured here; steps took 0.57 to 1.6 times as long"
-        if not self.card.speed.reached:
+        speed = self.card.speed
+        if speed.assumed and self.needs_tensor_cores:
+            why = f"`float16_tflops` is not given: {speed.assumed:g} times float32's is assumed"
+            return ASSUMED_BAND, f"uncalibrated, and {why}, it may be more"
+        if not speed.reached:
             return WIDE_BAND, "uncalibrated: nothing was measured on this card, only its datasheet"
         if is_bound:
             return WIDE_BAND, "the card waits for its host, and hosts differ by a factor of two"

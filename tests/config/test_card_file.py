@@ -1,10 +1,12 @@
 """A reader's own card, from its datasheet."""
 
 import pytest
+import torch
+from torch import nn
 
 import labutils as lab
 from labutils.cli import main
-from labutils.config.card import CARDS, Speed
+from labutils.config.card import CARDS, TIMES_FLOAT32, Speed
 from labutils.config.reader import load_card
 from labutils.config.schema import ConfigError
 from labutils.prediction.time import predict_time
@@ -34,10 +36,32 @@ def test_a_card_is_read_and_has_a_wide_band(write):
     card = load_card(write("448", "448\nelements_share: 0.5"))
     assert (card.speed.elements_share, card.speed.rows_share) == (0.5, Speed.rows_share)
     assert (card.gpu.capability, card.memory_gib, card.speed.gb_per_s) == ((8, 6), 7.6, 448)
-    assert not card.has_bf16  # the file gives no rate for it
     ledger = predict_time(lab.load_config("fp16"), card)
     assert ledger.high_ms == pytest.approx(1.6 * ledger.step_ms)
     assert "uncalibrated" in ledger.why_band
+
+
+def test_six_numbers_are_enough_for_bf16_and_what_is_assumed_is_said(write):
+    whole = load_card(write())
+    card = load_card(write("float16_tflops: 40.6\n"))
+    tflops = {"float32": 20.3, "TF32": 20.3, "float16": 40.6, "bfloat16": 40.6}
+    assert card.speed.tflops == whole.speed.tflops == tflops
+    assert card.support("bf16").reason == "tensor cores"
+    given, assumed = (predict_time(lab.load_config("bf16"), each) for each in (whole, card))
+    assert assumed.step_ms == given.step_ms
+    assert assumed.low_ms < given.step_ms / 2 < given.low_ms  # cards of 8.6 may be twice as fast
+    assert "`float16_tflops` is not given: 2 times float32's is assumed" in assumed.why_band
+    in_float32 = predict_time(lab.load_config("fp32"), card)
+    assert in_float32.why_band == given.why_band  # it does without
+
+
+def test_turing_has_no_bf16_and_perhaps_no_tensor_cores(write):
+    card = load_card(write("8.6", "7.5"))
+    assert not card.support("bf16").ok
+    assert card.speed.tflops == {"float32": 20.3, "float16": 40.6}
+    path = write("8.6", "7.5")
+    path.write_text(path.read_text().replace("float16_tflops: 40.6", ""))
+    assert load_card(path).speed.assumed == 0.5
 
 
 @pytest.mark.parametrize(
@@ -61,8 +85,51 @@ def test_the_command_takes_a_card_or_a_device(write, capsys):
     assert "exclude each other" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("RTX 3060", "rtx3060"),
+        ("3060", "rtx3060"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "rtx3060-laptop"),
+        ("4070ti super", "rtx4070ti-super"),
+        ("4060 Ti 16GB", "rtx4060ti-16"),
+        ("A100-80GB", "a100"),
+        ("A100-SXM4-40GB", "a100-40"),
+    ],
+)
+def test_a_card_is_found_as_people_write_it(words, name):
+    assert lab.card_of(words) is CARDS[name]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("rtx3060x", "Did you mean `rtx3060`?"),
+        ("RTX 3060 8GB", "Did you mean `rtx3060`?"),  # another card, with less bandwidth
+        ("GTX 1650", "There are: t4, v100"),
+    ],
+)
+def test_an_unknown_card_gets_a_hint_and_the_way_to_describe_it(words, hint):
+    with pytest.raises(ValueError, match="no card is named") as caught:
+        lab.card_of(words)
+    assert repr(words) in str(caught.value) and hint in str(caught.value)
+    assert "--card FILE, or lab.load_card(FILE)" in str(caught.value)
+
+
+def test_any_module_is_predicted_on_a_card_of_ones_own(write):
+    card = lab.load_card(write())
+    step = nn.Linear(64, 64), torch.zeros(8, 64), lambda model, x: model(x).sum(), torch.optim.AdamW
+    for predict in (lab.predict_module, lab.predict_module_time):
+        assert predict(*step, precision="bf16", device=card).method == "predicted for rtx3070"
+
+
 @pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
 def test_a_card_reaches_about_what_its_datasheet_says(card):
     for kind, peak in card.speed.tflops.items():
         share = card.speed.product_rate(kind) / 1e12 / peak
         assert 0.25 <= share <= 1.2  # boost clocks are above the datasheet's on consumer cards
+    half, times = card.speed.tflops["float16"], TIMES_FLOAT32.get(card.gpu.capability, 2.0)
+    assert not card.speed.assumed and half >= 0.98 * times * card.speed.tflops["float32"]
+    if card.has_bf16:
+        assert card.speed.tflops["bfloat16"] == half
+        assert card.speed.tflops["TF32"] == pytest.approx(half / 2, rel=0.02)

@@ -15,7 +15,7 @@ from tests.helpers import CPU
 
 
 def gpu(capability) -> Card:
-    return Card("some card", 8.0, Gpu(capability, 40, 1024, has_bf16=capability >= (8, 0)))
+    return Card("some card", 8.0, Gpu(capability, 40, 1024))
 
 
 CARDS = {  # compute capability → precisions with fast hardware, precisions refused
