@@ -5,13 +5,18 @@ Values stay as they are, and so does what stands under `when_cpu`.
 
 import json
 import re
-from typing import Any
+from pathlib import Path
 
 import yaml
 
 from labutils.config.choices import PRECISIONS
 from labutils.config.schema import KEYS, Config
 from labutils.files import CONFIGS_DIR, write_atomically
+
+
+def shipped(folder: Path = CONFIGS_DIR) -> list[Path]:
+    """Return the paths of the course's own configs; a reader's are `my_*.yaml`."""
+    return sorted({*folder.glob("*_config.yaml")} - {*folder.glob("my_*")})
 
 
 def commented(text: str, baseline: str) -> str:
@@ -32,25 +37,23 @@ def commented(text: str, baseline: str) -> str:
     return "".join(lines)
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict:
     """Return the JSON schema of a config file, for editors that complete and check keys as you
     type.
     """
     schema = Config.model_json_schema()
     properties = schema["properties"]
     del properties["overrides"]
-    properties["when_cpu"] = {
-        "type": "object",
-        "description": properties["when_cpu"]["description"],
-        "properties": {key: properties[key] for key in KEYS if key != "name"},
-        "additionalProperties": False,
-    }
+    smaller = {key: properties[key] for key in KEYS if key != "name"}
+    about = properties["when_cpu"]["description"]
+    when_cpu = {"type": "object", "description": about, "properties": smaller}
+    properties["when_cpu"] = when_cpu | {"additionalProperties": False}
     return schema
 
 
 if __name__ == "__main__":
     usual = (CONFIGS_DIR / "fp32_config.yaml").read_text(encoding="utf-8")
-    for path in sorted(CONFIGS_DIR.glob("*_config.yaml")):
+    for path in shipped():
         write_atomically(path, commented(path.read_text(encoding="utf-8"), usual).encode())
     text = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
     write_atomically(CONFIGS_DIR / "schema.json", text.encode())

@@ -1,15 +1,15 @@
-"""Every test writes into a folder of its own, reads the configs as committed, and finds no model
-hub.
+"""Every test writes into a folder of its own, finds the course's configs but not a reader's, and
+no model hub.
 """
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
-from labutils.config import reader as config
-from labutils.config.reader import CONFIGS_DIR
-from tests.helpers import committed
+from benchmarks.configs import shipped
 
 
 @pytest.fixture(scope="session")
@@ -19,17 +19,17 @@ def runs_root(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shipped_configs(tmp_path_factory):
-    """The configs as committed: a reader's edits in the working tree fail no test."""
+    """The course's configs as they stand on disk, without a reader's own."""
     folder = tmp_path_factory.mktemp("course") / "configs"
     folder.mkdir()
-    for path in sorted(CONFIGS_DIR.glob("*_config.yaml")):
-        (folder / path.name).write_text(committed(f"configs/{path.name}"), encoding="utf-8")
+    for path in shipped():
+        shutil.copy(path, folder)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch, runs_root, shipped_configs):
-    monkeypatch.setattr(config, "CONFIGS_DIR", shipped_configs)
+    monkeypatch.setattr("labutils.config.reader.CONFIGS_DIR", shipped_configs)
     monkeypatch.setenv("LABUTILS_RUNS", str(runs_root))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     # else a busy machine would decide how many threads a test and its child processes have

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.configs import commented, json_schema
+from benchmarks.configs import commented, json_schema, shipped
 from labutils.config.reader import config_of, load_config, parse_overrides
 from labutils.config.schema import ConfigError
-from tests.helpers import REPO, committed
+from labutils.files import CONFIGS_DIR
 
-NAMES = ("fp32", "tf32", "fp16", "bf16", "optimized", "accumulation", "checkpointing")
-GOOD = committed("configs/fp32_config.yaml")
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in shipped()}
+GOOD = TEXTS["fp32_config"]
 
 
 @pytest.fixture
@@ -34,20 +34,24 @@ def errors_of(path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_a_shipped_config_is_valid_and_its_comments_are_those_of_the_rows(name, write):
-    text = committed(f"configs/{name}_config.yaml")
+    text = TEXTS[name]
     config = load_config(write(text=text))
-    assert config.on("cuda").model == ("gpt2-medium" if name == "checkpointing" else "gpt2")
-    assert config.on("cpu").model == "gpt2-nano"
+    assert (config.on("cuda").model, config.on("cpu").model) == (config.model, "gpt2-nano")
     assert commented(text, GOOD) == text, "run `make configs`"
     assert "$schema=schema.json" in text
+
+
+def test_a_readers_own_config_is_none_of_the_courses(tmp_path):
+    (tmp_path / "my_config.yaml").touch()
+    assert not shipped(tmp_path)
 
 
 def test_precision_configs_differ_only_in_marked_lines():
     baseline = load_config("fp32").model_dump().items()
     for name in ("tf32", "fp16", "bf16"):
-        changed = set(committed(f"configs/{name}_config.yaml").splitlines()) - {*GOOD.splitlines()}
+        changed = set(TEXTS[f"{name}_config"].splitlines()) - {*GOOD.splitlines()}
         assert all("[*]" in line for line in changed if line[0] != "#")
         config = load_config(name).model_dump()
         assert {k for k, usual in baseline if config[k] != usual} == {"name", "note", "precision"}
@@ -214,7 +218,7 @@ def test_a_config_cannot_be_changed():
 
 
 def test_the_schema_file_equals_the_model():
-    written = (REPO / "configs" / "schema.json").read_text(encoding="utf-8")
+    written = (CONFIGS_DIR / "schema.json").read_text(encoding="utf-8")
     assert json.loads(written) == json_schema(), "run `make configs`"
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import labutils as lab
+from benchmarks.configs import shipped
 from labutils import machine
 from labutils.cli import main
 from labutils.config.card import CARDS, CONTEXT_GIB
@@ -18,14 +19,12 @@ from labutils.prediction.search import advise, fit, plans_that_fit, suggest_chan
 from labutils.prediction.time import predict_time
 from labutils.prediction.trace import with_shape
 from labutils.training import runs as training_runs
-from tests.helpers import CPU, REPO, predicted_on, slow
+from tests.helpers import CPU, predicted_on, slow
 
 GIB = 2**30
 SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048}
 SHORT = {"seq_len": 32, "micro_batch_size": 1, "tokens_per_step": 32, "activation": "gelu_tanh"}
-NAMES = sorted(
-    path.name.removesuffix("_config.yaml") for path in REPO.glob("configs/*_config.yaml")
-)
+NAMES = [path.name.removesuffix("_config.yaml") for path in shipped()]
 
 
 @pytest.fixture(scope="module")

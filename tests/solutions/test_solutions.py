@@ -18,7 +18,7 @@ from labutils.exercises.steps import judge_epoch
 from labutils.grade import CALL
 from labutils.memory.tensors import saved_for_backward
 from labutils.pages import core_notebooks
-from tests.helpers import code_of, committed, said_by_cell
+from tests.helpers import REPO, code_of, said_by_cell
 from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04, optional
 from tests.solutions.answers import VALUES
 
@@ -177,7 +177,7 @@ def test_the_bug_stands_in_the_line_that_the_check_knows():
 
 
 def test_the_notebook_shows_the_runs_and_the_logs_of_the_checks():
-    text = committed(notebook_01.NOTEBOOK)
+    text = (REPO / notebook_01.NOTEBOOK).read_text(encoding="utf-8")
     for letter, run in CONTROL_RUNS.items():
         listed = ", ".join(f"{cause} {value}" for cause, value in run.items())
         assert f"- {letter}: {listed.replace('3e-05', '3e-5').replace('0.002', '2e-3')}" in text
