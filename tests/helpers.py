@@ -54,7 +54,7 @@ def without_onednn() -> AbstractContextManager:
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Run code that has `lab` and `torch` in a process of its own."""
     command = [sys.executable, "-W", "default", "-c", f"import labutils as lab, torch\n{code}"]
-    options = {"capture_output": True, "text": True, "cwd": REPO, "timeout": 60}
+    options = {"capture_output": True, "text": True, "cwd": REPO, "timeout": 600}
     return subprocess.run(command, env=os.environ | environment, **options)
 
 

@@ -129,7 +129,7 @@ def test_ctrl_c_ends_with_130_a_record_and_the_state_of_its_last_step(runs):
         printed += (character := process.stdout.read(1))
         assert character, process.stderr.read()
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in errors
     done = len(load_record("fp32").series.loss)
     (state,) = runs.glob("*.state")

@@ -94,7 +94,7 @@ def test_a_class_is_graded(course, tmp_path):
     write(damaged, [])
     damaged.write_text("no notebook")
     out = tmp_path / "out"
-    scores = grade_folder(tmp_path / "class", out, timeout=20, jobs=2, course=[course, other])
+    scores = grade_folder(tmp_path / "class", out, timeout=600, jobs=2, course=[course, other])
     looks = ["look at this", "look at this"]
     expected = {student: begins for student, (_, begins) in CLASS.items()}
     expected |= {"in two": RIGHT, "empty": looks}
@@ -111,7 +111,7 @@ def test_a_class_is_graded(course, tmp_path):
 
 
 def test_a_cell_that_takes_too_long_is_stopped(tmp_path):
-    write(tmp_path / "endless.ipynb", [f"import time; time.sleep(60)  # {CHECK_STEP}"])
+    write(tmp_path / "endless.ipynb", [f"import time; time.sleep(600)  # {CHECK_STEP}"])
     verdict, _ = answers_of(tmp_path / "endless.ipynb", timeout=1)["amp_step"]
     assert verdict == "look at this: its cell took more than 1 s"
 
@@ -125,7 +125,7 @@ def test_a_folder_without_notebooks_is_named(tmp_path):
 @pytest.mark.parametrize("path", core_notebooks(), ids=lambda path: path.stem)
 def test_no_exercise_needs_a_cell_tagged_slow(path, tmp_path):
     """Each check of a notebook is called, and its answer is open, without the slow cells."""
-    answers = answers_of(path, timeout=300)
+    answers = answers_of(path, timeout=3600)
     assert answers.keys() == set(CALL.findall(path.read_text(encoding="utf-8"))) - {
         "hint",
         "self_test",

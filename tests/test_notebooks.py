@@ -210,7 +210,7 @@ print(labutils.allocated_bytes(torch.device("cpu")))
 def execute(notebook: nbformat.NotebookNode) -> None:
     """Run all cells; one that raises, and is not there to raise, ends with its error."""
     resources = {"metadata": {"path": str(REPO)}}
-    NotebookClient(notebook, timeout=600, resources=resources).execute()
+    NotebookClient(notebook, resources=resources).execute()
 
 
 @slowest

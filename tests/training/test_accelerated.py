@@ -26,7 +26,7 @@ def launched(config: str, **changes) -> subprocess.CompletedProcess:
     command = [sys.executable, *LAUNCH.split(), config]
     command += [f"--set={key}={value}" for key, value in (SMALL | changes).items()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    options = {"capture_output": True, "text": True, "timeout": 240}
+    options = {"capture_output": True, "text": True, "timeout": 600}
     return subprocess.run(command, cwd=REPO, env=environment, **options)
 
 
