@@ -2,7 +2,8 @@
 # make test:      the gate: lint, unit tests, and the four notebooks once.
 # make test-all:  what the gate leaves out and 35 minutes have room for. make test-slow: the rest.
 # make mutants:   200 small faults, one at a time: which does no test notice? 90 minutes.
-# make readme:    copy the README's figure out of notebook 01, as committed.
+# make types:     mypy; its errors may become fewer, and never more.
+# make readme:    copy the README's figure out of notebook 01.
 # make bench:     several ways to train the same tokens, in turns.
 # make records:   the CSVs of long runs in labutils/reference/, on any machine; hours.
 # make exhibits:  what the tables of the exhibits lack, on any machine. It can be stopped and
@@ -19,7 +20,7 @@ PYTEST = $(BIN)/python -m pytest -q --durations=5
 REFERENCE := labutils/reference
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
-.PHONY: labs further test test-all test-further test-avx2 test-more test-slow lint mutants
+.PHONY: labs further test test-all test-further test-avx2 test-more test-slow lint types mutants
 .PHONY: readme configs exhibits bench records gpu clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
@@ -79,6 +80,15 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+
+# Whoever mends some lowers the number.
+TYPE_ERRORS := 215
+types: $(VENV)/installed
+	@answer="$$($(BIN)/mypy)" || [ $$? -eq 1 ] || { echo "$$answer"; exit 1; }; \
+	n=$$(echo "$$answer" | grep -c ": error: "); \
+	if [ $$n -gt $(TYPE_ERRORS) ]; then echo "$$answer"; \
+	echo "mypy has $$n errors; TYPE_ERRORS in the Makefile allows $(TYPE_ERRORS)"; exit 1; fi; \
+	if [ $$n -lt $(TYPE_ERRORS) ]; then echo "lower TYPE_ERRORS in the Makefile to $$n"; fi
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench
