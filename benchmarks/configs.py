@@ -6,7 +6,6 @@ Values stay as they are, and so does what stands under `when_cpu`.
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,8 +16,7 @@ from labutils.files import CONFIGS_DIR, write_atomically
 
 def shipped(folder: Path = CONFIGS_DIR) -> list[Path]:
     """Return the paths of the course's own configs; a reader's are `my_*.yaml`."""
-    paths = sorted(folder.glob("*_config.yaml"))
-    return [path for path in paths if not path.name.startswith("my_")]
+    return sorted({*folder.glob("*_config.yaml")} - {*folder.glob("my_*")})
 
 
 def commented(text: str, baseline: str) -> str:
@@ -39,19 +37,17 @@ def commented(text: str, baseline: str) -> str:
     return "".join(lines)
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict:
     """Return the JSON schema of a config file, for editors that complete and check keys as you
     type.
     """
     schema = Config.model_json_schema()
     properties = schema["properties"]
     del properties["overrides"]
-    properties["when_cpu"] = {
-        "type": "object",
-        "description": properties["when_cpu"]["description"],
-        "properties": {key: properties[key] for key in KEYS if key != "name"},
-        "additionalProperties": False,
-    }
+    smaller = {key: properties[key] for key in KEYS if key != "name"}
+    about = properties["when_cpu"]["description"]
+    when_cpu = {"type": "object", "description": about, "properties": smaller}
+    properties["when_cpu"] = when_cpu | {"additionalProperties": False}
     return schema
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.configs import shipped
-from labutils.config import reader as config
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +29,7 @@ def shipped_configs(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch, runs_root, shipped_configs):
-    monkeypatch.setattr(config, "CONFIGS_DIR", shipped_configs)
+    monkeypatch.setattr("labutils.config.reader.CONFIGS_DIR", shipped_configs)
     monkeypatch.setenv("LABUTILS_RUNS", str(runs_root))
     monkeypatch.setenv("MPLBACKEND", "Agg")
     # else a busy machine would decide how many threads a test and its child processes have

@@ -191,9 +191,7 @@ def test_the_allocators_rules_are_torchs(conf, cap_mib):
     """In a process of its own: some settings cannot be taken back."""
     command = [sys.executable, "-m", "tests.prediction.allocator_story", str(cap_mib)]
     environment = os.environ | {"PYTORCH_ALLOC_CONF": conf}
-    answer = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+    answer = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     assert (cap_mib > 0) == ("0 refused" not in answer.stdout), answer.stdout
 

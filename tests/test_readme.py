@@ -12,8 +12,7 @@ def test_the_figure_is_the_notebooks_own_and_the_caption_names_its_machine():
     notebook = read_notebook(NOTEBOOK)
     assert TARGET.read_bytes() == figure_of(notebook), "make readme"
     readme = (REPO / "README.md").read_text(encoding="utf-8")
-    _, _, after = readme.partition(TARGET.name)
-    caption = after.split("\n\n")[1]
+    caption = readme.partition(TARGET.name)[2].split("\n\n")[1]
     printed = [
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
     ]
