@@ -58,6 +58,11 @@ def test_a_file_that_is_no_notebook_is_named_as_such(content, tmp_path, capsys):
         assert f"{path} is not a notebook" in capsys.readouterr().err
 
 
+def test_a_page_without_runs_says_so(runs):
+    text = pages.write_index().read_text(encoding="utf-8")
+    assert "<p>No run of yours is recorded yet.</p>" in text and "&lt;" not in text
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals of this kind")
 def test_ctrl_c_keeps_what_was_executed_and_begins_no_other_notebook(runs, tmp_path):
     sources = "print('as far as this')", "import time; time.sleep(99)"
