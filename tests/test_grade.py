@@ -110,6 +110,50 @@ def test_a_class_is_graded(course, tmp_path):
     assert list(wrong.exercise.value_counts().items()) == [("amp_step", 2), ("block_runs", 1)]
 
 
+def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(course, tmp_path, capsys):
+    """A file is named after the course's notebook, or after its student."""
+    folder = tmp_path / "class"
+    for place in ("mark/course.ipynb", "wrong/course.ipynb", "cut/course.ipynb", "nobody/.a"):
+        write(folder / place, [SETUP, "my_runs = 12", CHECK_RUNS])
+    for hidden in (
+        "mark/._course.ipynb",
+        "cut/.ipynb_checkpoints/course.ipynb",
+        "__MACOSX/a.ipynb",
+    ):
+        write(folder / hidden, [])
+    (folder / "mark" / "course.ipynb").write_text(
+        (folder / "wrong" / "course.ipynb").read_text(encoding="utf-8"), encoding="utf-8-sig"
+    )
+    (folder / "cut" / "course.ipynb").write_text('{"cells": [')
+    (folder / "anna.ipynb").write_text("<html>")
+    (folder / "packed.zip").write_bytes(b"PK")
+    scores = grade_folder(folder, tmp_path / "out", course=[course])
+    reasons = {
+        "cut": "look at this: cannot be read: it is damaged, or ends too early",
+        "anna": "look at this: cannot be read: it is a web page",
+        "packed": "look at this: no notebook",
+        "nobody": "look at this: no notebook",
+    }
+    assert set(scores.index) == {"mark", "wrong", *reasons} and not scores.right.any()
+    assert scores.block_runs["mark"].startswith("wrong: that is a step without checkpoints")
+    printed = capsys.readouterr().out
+    for student, reason in reasons.items():
+        assert scores.block_runs[student].startswith(reason) and student in printed
+        assert scores.amp_step[student] == scores.block_runs[student]
+    assert list(pd.read_csv(tmp_path / "out" / "misconceptions.csv").students) == [2]
+
+
+def test_a_class_without_one_sound_notebook_has_rows(tmp_path):
+    """The tables may lie beside the work: they are nobody's."""
+    (tmp_path / "anna.ipynb").write_bytes(b"")
+    (tmp_path / "berta.zip").write_bytes(b"PK")
+    for _ in range(2):
+        scores = grade_folder(tmp_path, tmp_path / "grades")
+        assert list(scores.index) == ["anna", "berta"]
+        assert scores.notebook["anna"].startswith("look at this: cannot be read: it is empty")
+        assert scores.notebook["berta"] == "look at this: no notebook"
+
+
 def test_a_cell_that_takes_too_long_is_stopped(tmp_path):
     write(tmp_path / "endless.ipynb", [f"import time; time.sleep(60)  # {CHECK_STEP}"])
     verdict, _ = answers_of(tmp_path / "endless.ipynb", timeout=1)["amp_step"]
