@@ -204,11 +204,11 @@ def answers_of(path: Path, timeout: float) -> Answers:
 
 def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple[int, str] | None:
     """Run a notebook; return (number, why) of a cell that stopped it, or None."""
-    current = 0
+    current, group = 0, None
 
     def begin(cell_index: int, **_: object) -> None:
-        nonlocal current
-        current = cell_index
+        nonlocal current, group
+        current, group = cell_index, getattr(client.km.provisioner, "pgid", None)
 
     client = NotebookClient(
         notebook,
@@ -220,6 +220,7 @@ def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple
         record_timing=False,
         resources={"metadata": {"path": str(folder)}},
         on_cell_start=begin,
+        shutdown_kernel="immediate",  # a busy one, asked to end, prints errors
     )
     own = {"LABUTILS_RUNS": str(folder / "runs"), VERDICTS: str(folder / "verdicts")}
     try:
@@ -229,10 +230,9 @@ def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple
     except DeadKernelError:
         return current, "its cell ended the kernel"
     finally:
-        group = getattr(getattr(client.km, "provisioner", None), "pgid", None)
         with suppress(ProcessLookupError, PermissionError):
             if group:
-                os.killpg(group, signal.SIGKILL)  # processes that it has started
+                os.killpg(group, signal.SIGKILL)  # what a kernel that ended has started
     return None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
 from pathlib import Path
 
 import nbformat
@@ -154,10 +157,23 @@ def test_a_class_without_one_sound_notebook_has_rows(tmp_path):
         assert scores.notebook["berta"] == "look at this: no notebook"
 
 
-def test_a_cell_that_takes_too_long_is_stopped(tmp_path):
+def test_a_cell_that_takes_too_long_is_stopped_without_a_traceback(tmp_path, capfd):
     write(tmp_path / "endless.ipynb", [f"import time; time.sleep(60)  # {CHECK_STEP}"])
     verdict, _ = answers_of(tmp_path / "endless.ipynb", timeout=1)["amp_step"]
     assert verdict == "look at this: its cell took more than 1 s"
+    assert "Traceback" not in capfd.readouterr().err  # the kernel writes there too
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no process groups")
+def test_a_notebook_leaves_no_process_behind(tmp_path):
+    """A program that a cell began ends with its kernel, also when the kernel is gone already."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    begin = f"subprocess.Popen(['sleep', '600'], stdout=open('{tmp_path}/pipe', 'w'))"
+    write(tmp_path / "begins.ipynb", [f"import os, subprocess\n{begin}\nos._exit(0)"])
+    answers_of(tmp_path / "begins.ipynb", timeout=60)
+    assert select.select([reader], [], [], 60)[0], "the program still holds the pipe"
+    os.close(reader)
 
 
 def test_a_folder_without_notebooks_is_named(tmp_path):
