@@ -34,6 +34,8 @@ SLOW = "slow"  # the tag of cells that train for long, and that no exercise need
 CALL = re.compile(r"\bexercises\.(\w+)\(")
 MOST_BYTES = {"RLIMIT_DATA": 6 * 2**30, "RLIMIT_FSIZE": 2**30, "RLIMIT_NPROC": 4096}
 LOOK = "look at this: "
+# How names begin that nobody hands in: hidden files, what macOS packs, and ours.
+NOT_WORK = (".", "__MACOSX", "scores.csv", "misconceptions.csv", "verdicts.jsonl")
 
 
 # {exercise: (verdict, the check's other arguments)}. A verdict is "right", "wrong: …" with the
@@ -53,36 +55,67 @@ def grade_folder(
 
     Writes `scores.csv` (the same table, with the number of right answers), `misconceptions.csv`
     (how many students had which) and `verdicts.jsonl`, from which a second call takes what has
-    run already with equal content. A student is a folder below `folder`, or a file in it. A cell
-    may take `timeout` seconds; `jobs` notebooks run at once, each with at most 6 GiB and files of
-    1 GiB (not on Windows). `course` are the notebooks that have the exercises, by default ours.
-    Raises FileNotFoundError if there is no notebook.
+    run already with equal content. A cell may take `timeout` seconds; `jobs` notebooks run at once,
+    each with at most 6 GiB and files of 1 GiB (not on Windows). `course` are the notebooks that
+    have the exercises, by default ours.
+
+    A student is a folder below `folder`, or a file in it; hidden ones are left out. A file that
+    cannot be read says so in the columns of the course's notebook that it is named after. If it is
+    named after none, or if a student has no notebook, that stands in every column that is blank,
+    or in a column `notebook` where nobody has an exercise. Raises FileNotFoundError if nobody has a
+    notebook, and ConfigError if one in `course` cannot be read.
     """
-    paths = sorted(p for p in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-    if not paths:
-        raise FileNotFoundError(f"no notebook is below {folder}")
-    exercises = {path: _exercises(path) for path in course or all_notebooks()}
-    own = {}
-    for path in paths:
-        theirs = _exercises(path)  # a damaged file has none: then its name tells
-        own[path] = max(exercises, key=lambda p: (len(exercises[p] & theirs), p.name == path.name))
-    needed = [path for path in exercises if path in set(own.values())]
-    answers = _run_all([*needed, *paths], out / "verdicts.jsonl", timeout, jobs)
     rows: dict[str, dict[str, str]] = {}
-    for path in paths:
-        place = path.relative_to(folder)
-        student = place.parts[0] if len(place.parts) > 1 else place.stem
-        row = rows.setdefault(student, {})
-        for exercise, (_, our_arguments) in answers[own[path]].items():
-            if exercise in row and exercise not in answers[path]:
+    whose = {}  # {notebook: its student}
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        top = folder / parts[0]
+        if top.resolve() == out.resolve() or any(part.startswith(NOT_WORK) for part in parts):
+            continue
+        student = top.name if top.is_dir() else top.stem
+        rows[student] = {}
+        if path.suffix == ".ipynb":
+            whose[path] = student
+    if not whose:
+        raise FileNotFoundError(f"no notebook is below {folder}; if archives are, unpack them")
+    blanks = {}  # {student: what stands in a row's cells that are blank}
+    for student in sorted(rows.keys() - whose.values()):
+        print(f"{student} handed in no notebook; if it is in an archive, unpack it")
+        blanks[student] = f"{LOOK}no notebook"
+    exercises = {path: _exercises(path) for path in course or all_notebooks()}
+    own = {}  # {notebook: that of the course which it answers}
+    damaged = {}
+    for path, student in whose.items():
+        try:
+            theirs = _exercises(path)
+        except (OSError, ConfigError) as error:
+            print(error)
+            reason = str(error).removeprefix(f"{path} is not a notebook: ")
+            damaged[path] = f"{LOOK}cannot be read: {reason}"
+            theirs = set()  # then its name tells
+        best = max(exercises, key=lambda p: (len(exercises[p] & theirs), p.name == path.name))
+        if path not in damaged or best.name == path.name:
+            own[path] = best
+        else:
+            blanks[student] = damaged[path]
+    needed = [path for path in exercises if path in own.values()]
+    sound = sorted(own.keys() - damaged.keys())
+    answers = _run_all([*needed, *sound], out / "verdicts.jsonl", timeout, jobs)
+    for path, original in own.items():
+        row, given = rows[whose[path]], answers.get(path, {})
+        for exercise, (_, our_arguments) in answers[original].items():
+            if exercise in row and exercise not in given:
                 continue  # another notebook of this student has it
-            not_called = f"{LOOK}its check was not called", our_arguments
-            verdict, arguments = answers[path].get(exercise, not_called)
+            not_called = damaged.get(path, f"{LOOK}its check was not called")
+            verdict, arguments = given.get(exercise, (not_called, our_arguments))
             if arguments != our_arguments and not verdict.startswith(LOOK):
                 verdict = f"{LOOK}its check was called with other arguments than the course's"
             if row.get(exercise) != "right":
                 row[exercise] = verdict
-    scores = pd.DataFrame.from_dict(rows, orient="index").rename_axis("student")
+    columns = pd.DataFrame(rows, dtype=object)  # a student each
+    if columns.empty:
+        columns = columns.reindex(["notebook"])
+    scores = columns.fillna(blanks).T.rename_axis("student")
     scores.insert(0, "right", (scores == "right").sum(axis=1))
     scores.to_csv(out / "scores.csv")
     _misconceptions(scores).to_csv(out / "misconceptions.csv", index=False)
@@ -99,10 +132,7 @@ def _misconceptions(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def _exercises(path: Path) -> set[str]:
-    try:
-        cells = read_notebook(path).cells
-    except ConfigError:
-        return set()
+    cells = read_notebook(path).cells
     return {
         name for cell in cells if cell.cell_type == "code" for name in CALL.findall(cell.source)
     }
@@ -151,11 +181,7 @@ def answers_of(path: Path, timeout: float) -> Answers:
     A cell that takes longer than `timeout` seconds, or that ends its kernel, is left out and the
     notebook runs once more, so that one answer does not cost the others.
     """
-    try:
-        notebook = read_notebook(path)
-    except ConfigError as error:
-        print(error)
-        return {}
+    notebook = read_notebook(path)
     left_out: dict[int, str] = {}
     for _ in range(1 + len(notebook.cells)):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -178,11 +204,11 @@ def answers_of(path: Path, timeout: float) -> Answers:
 
 def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple[int, str] | None:
     """Run a notebook; return (number, why) of a cell that stopped it, or None."""
-    current = 0
+    current, group = 0, None
 
     def begin(cell_index: int, **_: object) -> None:
-        nonlocal current
-        current = cell_index
+        nonlocal current, group
+        current, group = cell_index, getattr(client.km.provisioner, "pgid", None)
 
     client = NotebookClient(
         notebook,
@@ -194,6 +220,7 @@ def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple
         record_timing=False,
         resources={"metadata": {"path": str(folder)}},
         on_cell_start=begin,
+        shutdown_kernel="immediate",  # a busy one, asked to end, prints errors
     )
     own = {"LABUTILS_RUNS": str(folder / "runs"), VERDICTS: str(folder / "verdicts")}
     try:
@@ -203,10 +230,9 @@ def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple
     except DeadKernelError:
         return current, "its cell ended the kernel"
     finally:
-        group = getattr(getattr(client.km, "provisioner", None), "pgid", None)
         with suppress(ProcessLookupError, PermissionError):
             if group:
-                os.killpg(group, signal.SIGKILL)  # processes that it has started
+                os.killpg(group, signal.SIGKILL)  # what a kernel that ended has started
     return None
 
 

@@ -34,6 +34,14 @@ CELL_TIMEOUT_S = 1200
 QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
 PRINTED = re.compile(r"(<pre>)(.*?)(</pre>)", re.S)
 COLUMNS = re.compile(r"(?:^[^<\n]*[^ <\n] {2,}[^ <\n][^<\n]*\n?){2,}", re.M)  # in two lines or more
+OTHER_FILES = {  # how files begin that are no notebooks, what they are, and what to do
+    rb"[\s\xef\xbb\xbf]*<": "it is a web page; download the notebook itself",
+    rb"PK": "it is a zip archive; unpack it",
+    rb"\xff\xfe|\xfe\xff": "it is UTF-16 text; save it as UTF-8",
+    rb"[\s\xef\xbb\xbf]*{": "it is damaged, or ends too early; save or download it again",
+    rb"\s*$": "it is empty; save the notebook again",
+    rb"": "Jupyter cannot open it; choose another file",
+}
 NOTEBOOK_LINK = re.compile(r"^(?![a-z]+:)(?:.*/)?([^/#]+)\.ipynb")  # not into another site
 
 
@@ -64,11 +72,18 @@ def find_notebook(name: str) -> Path:
 
 
 def read_notebook(path: Path) -> nbformat.NotebookNode:
-    """Return a notebook. Raises OSError, and ConfigError for a file that is no notebook."""
+    """Return a notebook; a byte order mark before it is skipped.
+
+    Raises OSError, and ConfigError for a file that is no notebook: it says what the file is.
+    """
+    content = path.read_bytes()
     try:
-        return nbformat.read(path, as_version=4)
-    except (ValueError, AttributeError, nbformat.ValidationError) as error:  # JSON may be a list
-        raise ConfigError(f"{path} is not a notebook; its name should end in .ipynb") from error
+        notebook = nbformat.reads(content.decode("utf-8-sig"), as_version=4)
+        "".join(cell.cell_type + cell.source for cell in notebook.cells)  # each has both
+    except Exception as error:  # nbformat has no class of its own for JSON of another shape
+        kinds = (kind for begin, kind in OTHER_FILES.items() if re.match(begin, content))
+        raise ConfigError(f"{path} is not a notebook: {next(kinds)}") from error
+    return notebook
 
 
 def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> bool:

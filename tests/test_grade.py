@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
 from pathlib import Path
 
 import nbformat
@@ -110,10 +113,67 @@ def test_a_class_is_graded(course, tmp_path):
     assert list(wrong.exercise.value_counts().items()) == [("amp_step", 2), ("block_runs", 1)]
 
 
-def test_a_cell_that_takes_too_long_is_stopped(tmp_path):
+def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(course, tmp_path, capsys):
+    """A file is named after the course's notebook, or after its student."""
+    folder = tmp_path / "class"
+    for place in ("mark/course.ipynb", "wrong/course.ipynb", "cut/course.ipynb", "nobody/.a"):
+        write(folder / place, [SETUP, "my_runs = 12", CHECK_RUNS])
+    for hidden in (
+        "mark/._course.ipynb",
+        "cut/.ipynb_checkpoints/course.ipynb",
+        "__MACOSX/a.ipynb",
+    ):
+        write(folder / hidden, [])
+    (folder / "mark" / "course.ipynb").write_text(
+        (folder / "wrong" / "course.ipynb").read_text(encoding="utf-8"), encoding="utf-8-sig"
+    )
+    (folder / "cut" / "course.ipynb").write_text('{"cells": [')
+    (folder / "anna.ipynb").write_text("<html>")
+    (folder / "packed.zip").write_bytes(b"PK")
+    scores = grade_folder(folder, tmp_path / "out", course=[course])
+    reasons = {
+        "cut": "look at this: cannot be read: it is damaged, or ends too early",
+        "anna": "look at this: cannot be read: it is a web page",
+        "packed": "look at this: no notebook",
+        "nobody": "look at this: no notebook",
+    }
+    assert set(scores.index) == {"mark", "wrong", *reasons} and not scores.right.any()
+    assert scores.block_runs["mark"].startswith("wrong: that is a step without checkpoints")
+    printed = capsys.readouterr().out
+    for student, reason in reasons.items():
+        assert scores.block_runs[student].startswith(reason) and student in printed
+        assert scores.amp_step[student] == scores.block_runs[student]
+    assert list(pd.read_csv(tmp_path / "out" / "misconceptions.csv").students) == [2]
+
+
+def test_a_class_without_one_sound_notebook_has_rows(tmp_path):
+    """The tables may lie beside the work: they are nobody's."""
+    (tmp_path / "anna.ipynb").write_bytes(b"")
+    (tmp_path / "berta.zip").write_bytes(b"PK")
+    for _ in range(2):
+        scores = grade_folder(tmp_path, tmp_path / "grades")
+        assert list(scores.index) == ["anna", "berta"]
+        assert scores.notebook["anna"].startswith("look at this: cannot be read: it is empty")
+        assert scores.notebook["berta"] == "look at this: no notebook"
+
+
+def test_a_cell_that_takes_too_long_is_stopped_without_a_traceback(tmp_path, capfd):
     write(tmp_path / "endless.ipynb", [f"import time; time.sleep(600)  # {CHECK_STEP}"])
     verdict, _ = answers_of(tmp_path / "endless.ipynb", timeout=1)["amp_step"]
     assert verdict == "look at this: its cell took more than 1 s"
+    assert "Traceback" not in capfd.readouterr().err  # the kernel writes there too
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no process groups")
+def test_a_notebook_leaves_no_process_behind(tmp_path):
+    """A program that a cell began ends with its kernel, also when the kernel is gone already."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    begin = f"subprocess.Popen(['sleep', '600'], stdout=open('{tmp_path}/pipe', 'w'))"
+    write(tmp_path / "begins.ipynb", [f"import os, subprocess\n{begin}\nos._exit(0)"])
+    answers_of(tmp_path / "begins.ipynb", timeout=600)
+    assert select.select([reader], [], [], 60)[0], "the program still holds the pipe"
+    os.close(reader)
 
 
 def test_a_folder_without_notebooks_is_named(tmp_path):

@@ -49,13 +49,33 @@ def test_a_wrong_name_ends_before_anything_runs_and_names_the_notebooks(runs, ca
     assert not printed and not runs.exists()
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"{}"])
-def test_a_file_that_is_no_notebook_is_named_as_such(content, tmp_path, capsys):
-    path = tmp_path / "text.md"
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\xff\xfe", "it is UTF-16 text; save it as UTF-8"),
+        (b"{}", "it is damaged, or ends too early"),
+        (
+            b'{"nbformat": 4, "nbformat_minor": 4, "metadata": {}, "cells": [{"metadata": {}}]}',
+            "it is damaged",
+        ),
+        (b'{"nbformat": 4, "nbformat_minor": "x", "metadata": {}, "cells": []}', "it is damaged"),
+        (b"\xef\xbb\xbf\n<html>", "it is a web page; download the notebook itself"),
+        (b"PK\3\4", "it is a zip archive; unpack it"),
+        (b"\n", "it is empty"),
+        (b"# Text", "Jupyter cannot open it; choose another file"),
+    ],
+)
+def test_a_file_that_is_no_notebook_is_named_as_such(content, reason, tmp_path, capsys):
+    path = tmp_path / "lab.ipynb"
     path.write_bytes(content)
     for arguments in ([str(path)], ["--student", str(tmp_path / "copies"), str(path)]):
         assert main(["labs", *arguments]) == 1
-        assert f"{path} is not a notebook" in capsys.readouterr().err
+        assert f"{path} is not a notebook: {reason}" in capsys.readouterr().err
+
+
+def test_a_page_without_runs_says_so(runs):
+    text = pages.write_index().read_text(encoding="utf-8")
+    assert "<p>No run of yours is recorded yet.</p>" in text and "&lt;" not in text
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals of this kind")
