@@ -308,7 +308,7 @@ def advise(
     from labutils.config.reader import config_of, find_config, load_config, parse_overrides
 
     memory, overrides = None, parse_overrides(pairs)
-    if find_config(config).suffix in (".yaml", ".yml") or overrides:
+    if overrides or find_config(config).is_file():
         experiment = load_config(config, **overrides)
     else:
         from labutils.training.runs import load_record
@@ -324,20 +324,18 @@ def advise(
     if budget is not None:
         table.insert(3, "fits", table["needs GiB"] <= budget)
     if as_json:
-        facts |= {"budget_gib": budget, "name": experiment.name}
-        rows = table.reset_index().to_json(orient="records", double_precision=15)
-        print(json.dumps(facts | {"changes": json.loads(rows)}, indent=1))
+        rows = json.loads(table.reset_index().to_json(orient="records", double_precision=15))
+        facts |= {"name": experiment.name, "budget_gib": budget, "changes": rows}
+        print(json.dumps(facts, indent=1))
         return
     print(
         f"{experiment.name} on {place.name}: a peak of {facts['peak_bytes'] / 2**20:,.0f} MiB, "
         f"{facts['step_ms']:.1f} ms a step, needs {facts['needed_gib']:.2f} GiB, predicted"
     )
-    for name, digits in (("saves MiB", 1), ("adds ms", 1), ("needs GiB", 2)):
-        table[name] = table[name].map(f"{{:,.{digits}f}}".format).replace("nan", "–")
     if budget is not None:
-        table["fits"] = table["fits"].map({True: "yes", False: "no"})
-        table = table.rename(columns={"fits": f"fits {budget:g}"})
-    _print_table(table)
+        table[f"fits {budget:g}"] = table.pop("fits").map({True: "yes", False: "no"})
+    table = table.round({"saves MiB": 1, "adds ms": 1, "needs GiB": 2})
+    _print_table(table.astype(object).fillna("–"))
     if memory:
         print(f"measured in that run: {memory.peak_bytes / 2**20:,.0f} MiB, {memory.method}")
 

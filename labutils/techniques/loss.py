@@ -70,7 +70,8 @@ class ChunkedLoss(torch.autograd.Function):
                 picked, largest = logits.gather(1, at), logits.amax(dim=1, keepdim=True)
                 exponentials = logits.sub_(largest).exp_()  # in place: one such buffer is enough
                 total = exponentials.sum(dim=1, keepdim=True)
-                loss += ((total.log() + largest - picked)[:, 0] * valid).sum()
+                # not in place: torch.compile of 2.11 would lose the gradient, without a word
+                loss = loss + ((total.log() + largest - picked)[:, 0] * valid).sum()
                 softmax = exponentials.div_(total)
                 d_logits = softmax.scatter_add_(1, at, torch.full_like(total, -1.0)).mul_(
                     ctx.enlarged * valid[:, None]
