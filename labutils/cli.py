@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from labutils.config.card import Card
     from labutils.config.schema import Config
-    from labutils.memory.ledger import MemoryLedger
     from labutils.training.runs import RunRecord
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
@@ -46,7 +45,8 @@ def _no_nan(value: float | None) -> float | None:
 CONFIG = "a YAML file, or a short name such as bf16"
 RUN = "a name (its newest run), an id, or a record's path"
 COURSE = 'names of the course\'s such as "02" or "scaler", or paths (the four)'
-PLACES = f"one of {', '.join(CARDS)}, this, cpu (a100)"
+HERE = "this", "cpu"
+PLACES = f"one of {', '.join([*CARDS, *HERE])} (a100)"
 SHEET = "a card of your own, a YAML file of its datasheet"
 ConfigName = Annotated[str, typer.Argument(help=CONFIG)]
 ConfigNames = Annotated[list[str], typer.Argument(help=CONFIG)]
@@ -265,13 +265,15 @@ def predict(
     if not as_json:
         print(f"{experiment.name}: {ledger}")
         if budget is not None:
-            verdict = "fits" if fits else "does NOT fit"
-            print(f"{verdict} {budget:g} GiB: {_reason(ledger, place, needed)}", flush=True)
+            verdict, reason = "fits" if fits else "does NOT fit", "the smallest card has"
+            if ledger.needed_bytes is None:  # a CPU's allocator is not replayed
+                reason = "with a tenth for what no tensor can use it needs"
+            print(f"{verdict} {budget:g} GiB: {reason} {needed:.2f} GiB", flush=True)
     time = predict_time(experiment, place)
     note = _emulation(experiment, place, time.step_ms)
     if not as_json:
         print(f"\n{time}", *([note] if note else []), sep="\n", flush=True)
-    plan = None if fits else fit(experiment, budget, place, progress=sys.stderr.isatty())
+    plan = None if fits else fit(experiment, budget, place)
     if as_json:
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
         facts |= {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase}
@@ -344,18 +346,22 @@ def _card(experiment: Config, name: str, device: str | None, sheet: Path | None)
     """Return the card that is meant, and say on stderr what begins now."""
     if device and sheet:
         raise typer.BadParameter("--device and --card exclude each other")
-    from labutils.config.reader import load_card
+    from labutils.config.reader import card_named, load_card
 
     place = load_card(sheet) if sheet else None
-    shape = f"{experiment.model}, {experiment.micro_batch_size} × {experiment.seq_len} tokens"
+    if not place and name not in HERE:
+        try:
+            place = card_named(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    on = experiment.on("cpu" if name == "cpu" and not sheet else "cuda")
+    shape = f"{on.model}, {on.micro_batch_size} × {on.seq_len} tokens, {on.precision}"
     where = place.name if place else name
-    print(f"{shape}, {experiment.precision}: traces a step for {where} …", file=sys.stderr)
+    print(f"{shape}: traces a step for {where} …", file=sys.stderr)
     from labutils.machine import card_of, choose_threads
 
     try:
         place = place or card_of(name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     except RuntimeError as error:  # "this" without a GPU
         print(error, file=sys.stderr)
         raise typer.Exit(1) from error
@@ -374,15 +380,6 @@ def _budget_gib(config: Config, card: Card, gib: float | None) -> float | None:
         return gib
     # the limit leaves the context out
     return config.memory_limit_gib + CONTEXT_GIB if config.memory_limit_gib else card.memory_gib
-
-
-def _reason(ledger: MemoryLedger, card: Card, needed: float) -> str:
-    from labutils.config.card import CONTEXT_GIB
-
-    if ledger.needed_bytes is not None:
-        return f"the smallest card has {needed:.2f} GiB"
-    reason = f"it needs {needed:.2f} GiB, with a tenth for what no tensor can use"
-    return f"{reason} and {CONTEXT_GIB} for the CUDA context" if card.gpu else reason
 
 
 def _emulation(config: Config, card: Card, step_ms: float) -> str:

@@ -67,11 +67,10 @@ def test_wrong_usage_exits_with_2(capsys):
         ("run", "fp32", "steps=2"): "steps=2",
         ("predict", "fp32", "--gpu-memory-gib", "nan"): "--gpu-memory-gib",
         ("predict", "fp32", "--gpu-memory-gib", "8GB"): "--gpu-memory-gib",
-        ("predict", "fp32", "--device", "t44"): "rtx5090",
+        ("predict", "fp32", "--device", "t44"): "Did you mean `t4`? Or describe",
         ("grade", ".", "--jobs", "0"): "--jobs",
         ("labs", "--in-place", "--student", "copies"): "excludes the other options",
         ("run", "fp32", "--rerun", "--resume"): "exclude each other",
-        ("advise", "fp32", "--device", "t4", "--card", "x.yaml"): "exclude each other",
     }.items():
         assert main(arguments) == 2
         assert says in capsys.readouterr().err.replace("'config'", "CONFIG")

@@ -4,7 +4,6 @@ largest batch and model that a device can train.
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -219,7 +218,7 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     return table
 
 
-def fit(config: Config, budget_gib: float, device: Device = "a100", progress: bool = False) -> Plan:
+def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
     """Return few changes with which a step fits `budget_gib` of memory; `Plan.fits` tells.
 
     The table's changes are made one after the other until it fits, so that the arithmetic is left
@@ -230,9 +229,7 @@ def fit(config: Config, budget_gib: float, device: Device = "a100", progress: bo
     original = plan = unchanged(config, device)
     taken: list[tuple[Changes, str]] = []
     table = changes_of(original.config, original.card)
-    for changes, cost in tqdm(
-        table, "changes tried", disable=not progress, file=sys.stderr, leave=False
-    ):
+    for changes, cost in tqdm(table, "changes tried", disable=None, leave=False):  # in a terminal
         if plan.fits(budget_gib):
             break
         with suppress(ConfigError, PrecisionUnsupported):  # some exclude each other
