@@ -5,6 +5,7 @@ from . import plotting as plotting
 from .config.card import CARDS as CARDS
 from .config.card import CONTEXT_GIB as CONTEXT_GIB
 from .config.choices import MODELS as MODELS
+from .config.reader import load_card as load_card
 from .config.reader import load_config as load_config
 from .config.schema import Config as Config
 from .config.schema import ConfigError as ConfigError

@@ -1,6 +1,8 @@
 """A reader's own card, from its datasheet."""
 
 import pytest
+import torch
+from torch import nn
 
 import labutils as lab
 from labutils.cli import main
@@ -112,6 +114,13 @@ def test_an_unknown_card_gets_a_hint_and_the_way_to_describe_it(words, hint):
         lab.card_of(words)
     assert repr(words) in str(caught.value) and hint in str(caught.value)
     assert "--card FILE, or lab.load_card(FILE)" in str(caught.value)
+
+
+def test_any_module_is_predicted_on_a_card_of_ones_own(write):
+    card = lab.load_card(write())
+    step = nn.Linear(64, 64), torch.zeros(8, 64), lambda model, x: model(x).sum(), torch.optim.AdamW
+    for predict in (lab.predict_module, lab.predict_module_time):
+        assert predict(*step, precision="bf16", device=card).method == "predicted for rtx3070"
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
