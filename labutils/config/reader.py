@@ -171,6 +171,8 @@ def card_named(name: str) -> Card:
 def load_card(path: str | os.PathLike[str]) -> Card:
     """Return the card that a YAML file describes, with the columns of `cards.csv` as keys.
 
+    The first six are needed. Without `float16_tflops` a prediction in 16 bits assumes a rate, and
+    its `why_band` says so.
     Raises ConfigError with a line `file:line: …` for each mistake.
     """
     file = YamlFile(Path(path))
