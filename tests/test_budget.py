@@ -19,7 +19,7 @@ AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (48_900, 8_070),
     "tests": (41_000, 6_130),
 }
-PAGE_LINES = 3_290  # HTML, JavaScript, CSS and templates in labutils/
+PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_060  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)

@@ -146,10 +146,11 @@ export function mount(root, data) {
   function showCards() {
     const { setting, batch } = state;
     const least = needed(data, setting, batch);
-    const holding = data.cards.filter(([, memory]) => memory >= least).map(([name]) => name);
-    const answer = holding.length
-      ? `These hold it: ${holding.join(", ")}.`
-      : "None of our cards holds it.";
+    const holding = data.cards.filter(([, memory]) => memory >= least);
+    const names = holding.sort(([, a], [, b]) => a - b).map(([name]) => name);
+    const more = names.length > 8 ? ` and ${names.length - 8} larger ones` : "";
+    const few = `These hold it: ${names.slice(0, 8).join(", ")}${more}.`;
+    const answer = names.length ? few : "None of our cards holds it.";
     verdict.textContent =
       `The run needs a card with ${least.toFixed(1)} GiB: with the gaps that the allocator ` +
       `leaves, and the memory that CUDA itself takes. ${answer}`;
