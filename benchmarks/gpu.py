@@ -30,6 +30,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -135,6 +136,9 @@ def run_command(
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)  # a notebook is written as far as it came
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
             return None
         finally:
             if process.poll() is None:  # at Ctrl-C too
@@ -166,7 +170,8 @@ def take(path: Path, reference: Path = REFERENCE) -> None:
         for member in file:
             name = Path(member.name)
             is_record = name.parts[0] == "runs" and len(name.parts) == 2 and name.suffix == ".json"
-            if not member.isfile() or not (is_record or name.parts[0] == "reference"):
+            is_ours = is_record or name.parts[0] == "reference"
+            if not member.isfile() or not is_ours or ".." in name.parts:
                 continue
             content = file.extractfile(member).read()
             target = reference.joinpath(*name.parts[1:])

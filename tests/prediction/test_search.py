@@ -117,7 +117,7 @@ def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
         lab.load_config(name, **parse_overrides(advice.index[0].split())), device
     )
     assert advice.attrs["peak_bytes"] - again.peak_bytes == advice["saves MiB"].iloc[0] * 2**20 > 0
-    assert list(advice["saves MiB"].dropna()) == sorted(advice["saves MiB"].dropna())[::-1]
+    assert advice["saves MiB"].dropna().is_monotonic_decreasing
 
 
 def test_what_does_nothing_here_saves_nothing_and_what_cannot_be_says_why():
@@ -148,8 +148,8 @@ def test_advice_names_its_device_and_hears_each_option(tmp_path, capsys):
     assert answer["device"] == "t4" and answer["budget_gib"] == 0.55
     by_name = {row["change"]: row for row in answer["changes"]}
     assert "precision=fp16" in by_name and "precision=bf16" not in by_name
-    assert {row["fits"] for row in answer["changes"]} == {True, False}
-    assert all(row["needs GiB"] <= 0.55 for row in answer["changes"] if row["fits"])
+    for row in answer["changes"]:
+        assert row["fits"] == ((row["needs GiB"] or 1) <= 0.55)
     sheet = "name: mine\nmemory_gib: 3\ncompute_capability: 7.5\nmultiprocessors: 40\n"
     (tmp_path / "mine.yaml").write_text(sheet + "bandwidth_gb_s: 320\nfloat32_tflops: 8.1\n")
     assert main([*NANO, "--card", str(tmp_path / "mine.yaml")]) == 0
