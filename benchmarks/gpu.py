@@ -44,6 +44,7 @@ TESTS += ["--tb=short", "-p", "no:cacheprovider", "tests/test_gpu.py", "tests/te
 TABLE = [*PYTHON, "benchmarks.allocator_table", "{out}/reference/allocator_card.csv"]
 LABS = [*PYTHON, "labutils", "labs", "--keep-going"]
 BENCH = [*PYTHON, "benchmarks.bench", "--blocks", "5"]
+HAS_GPU = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
 PARTS = {  # part: {command's name: its words}
     "ledger": {
         "ledger": [*TESTS, "-k", "predicted_peak"],
@@ -59,6 +60,7 @@ PARTS = {  # part: {command's name: its words}
     },
 }
 RUNS = {"bench": "reference/bench"}  # where a part's records go; else "runs"
+RECORDS = ".csv", ".json", ".pickle"
 MOST_BYTES = 15 * 2**20  # of an archive, before it is compressed
 PASSED = "GPU_TESTS_PASSED"  # environment: the file with the names of tests that have passed
 
@@ -166,12 +168,12 @@ def archive(out: Path, part: str) -> Path:
 
 def take(path: Path, reference: Path = REFERENCE) -> None:
     """Copy the records of an archive into labutils/reference/. Tables that are there grow."""
+    n_taken = 0
     with tarfile.open(path) as file:
         for member in file:
             name = Path(member.name)
-            is_record = name.parts[0] == "runs" and len(name.parts) == 2 and name.suffix == ".json"
-            is_ours = is_record or name.parts[0] == "reference"
-            if not member.isfile() or not is_ours or ".." in name.parts:
+            kinds = {"reference": RECORDS, "runs": (".json",)}.get(member.name.split("/")[0], ())
+            if not member.isfile() or name.suffix not in kinds or ".." in name.parts:
                 continue
             content = file.extractfile(member).read()
             target = reference.joinpath(*name.parts[1:])
@@ -180,7 +182,9 @@ def take(path: Path, reference: Path = REFERENCE) -> None:
                 lines = target.read_bytes().splitlines() + content.splitlines()
                 content = b"\n".join(dict.fromkeys(lines)) + b"\n"
             target.write_bytes(content)
+            n_taken += 1
             print(f"took {target}")
+    print(f"{n_taken} records of {path}")
 
 
 def install_missing(wheels: Path, site: Path) -> None:
@@ -214,8 +218,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in options.take:
             take(path)
         return 0
+    if subprocess.run(HAS_GPU, check=False).returncode:
+        parser.error(f"{sys.executable} has no torch that sees a CUDA GPU; see labutils doctor")
     out, site = options.out.resolve(), None
     if options.wheels:
+        if not options.wheels.is_dir():
+            parser.error(f"there is no folder {options.wheels}; make wheels fills one")
         site = out / "site"
         install_missing(options.wheels, site)
     answers = [run_part(part, out, options.limit, site) for part in options.parts or PARTS]

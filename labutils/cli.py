@@ -59,7 +59,9 @@ Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Device = Annotated[str | None, typer.Option(metavar="CARD", help=PLACES)]
 Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
-MEMORY = typer.Option(min=0.001, max=1e6, callback=_no_nan, help="if not the device's own")
+MEMORY = typer.Option(
+    min=0.001, max=1e6, callback=_no_nan, help="to fit into, instead of the card's own"
+)
 Gib = Annotated[float | None, MEMORY]
 InPlace = Annotated[bool, typer.Option("--in-place", help="for maintainers: write outputs back")]
 KeepGoing = Annotated[bool, typer.Option("--keep-going", help="past a cell that fails")]
@@ -254,25 +256,28 @@ def predict(
     from labutils.config.reader import load_config, parse_overrides
 
     experiment = load_config(config, **parse_overrides(pairs))
-    place = _card(experiment, device or "a100", device, card)
+    place = _card(experiment, device, card, "a100")
     from labutils.prediction.memory import needed_gib, predict_memory
     from labutils.prediction.search import fit
     from labutils.prediction.time import predict_time
 
     ledger = predict_memory(experiment, place)
-    budget, needed = _budget_gib(experiment, place, gpu_memory_gib), needed_gib(ledger, place)
+    budget, whose = _budget(experiment, place, gpu_memory_gib)
+    needed = needed_gib(ledger, place)
     fits = budget is None or needed <= budget
     if not as_json:
         print(f"{experiment.name}: {ledger}")
         if budget is not None:
-            verdict, reason = "fits" if fits else "does NOT fit", "the smallest card has"
-            if ledger.needed_bytes is None:  # a CPU's allocator is not replayed
-                reason = "with a tenth for what no tensor can use it needs"
-            print(f"{verdict} {budget:g} GiB: {reason} {needed:.2f} GiB", flush=True)
+            verdict = "fits" if fits else "does NOT fit"
+            print(
+                f"{verdict} {whose}: it needs {math.ceil(100 * needed) / 100:.2f} GiB", flush=True
+            )
     time = predict_time(experiment, place)
     note = _emulation(experiment, place, time.step_ms)
     if not as_json:
         print(f"\n{time}", *([note] if note else []), sep="\n", flush=True)
+    if not fits:
+        print("looking for changes that fit …", file=sys.stderr)
     plan = None if fits else fit(experiment, budget, place)
     if as_json:
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
@@ -287,12 +292,11 @@ def predict(
             facts["fit"] |= {key: getattr(plan, key) for key in keys}
         print(json.dumps(facts, indent=1))
     elif plan:
-        step = f"a step then takes {plan.step_ms:.0f} ms, {100 * plan.step_ms / time.step_ms:.0f} %"
+        times = f"{plan.step_ms / time.step_ms:.2f} times as long"
         first = f"No change makes it fit; with all of them it needs {plan.needed_gib:.2f} GiB:"
         if plan.fits(budget):
-            first = (
-                f"It fits in {plan.needed_gib:.2f} GiB ({step} of now, predicted) if you change:"
-            )
+            step = f"a step then takes {plan.step_ms:.0f} ms, {times}"
+            first = f"It fits in {plan.needed_gib:.2f} GiB ({step}, as predicted) if you change:"
         costs = [f"{key}={plan.changes[key]}: {cost}" for key, cost in plan.costs.items()]
         print(f"\n{first}", *costs, f"that is: --set {plan.name}", sep="\n  ")
 
@@ -307,22 +311,34 @@ def advise(
     as_json: Json = False,
 ) -> None:
     """Predict what single changes would save, and cost, in an experiment or a recorded run."""
-    from labutils.config.reader import config_of, find_config, load_config, parse_overrides
+    from labutils.config.reader import (
+        config_of,
+        did_you_mean,
+        find_config,
+        load_config,
+        parse_overrides,
+        short_names,
+    )
 
     memory, overrides = None, parse_overrides(pairs)
-    if overrides or find_config(config).is_file():
+    path = find_config(config)
+    if overrides or (path.is_file() and path.suffix != ".json"):
         experiment = load_config(config, **overrides)
     else:
-        from labutils.training.runs import load_record
+        from labutils.training.runs import RecordError, load_record
 
-        record = load_record(config)
+        try:
+            record = load_record(config)
+        except RecordError as error:
+            hint = did_you_mean(config, short_names())
+            raise RecordError(f"{error}. Nor is there such a config.{hint}") from None
         experiment, memory = config_of(record.config, record.name), record.memory
     own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
-    place = _card(experiment, device or own_device, device, card)
+    place = _card(experiment, device, card, own_device)
     from labutils.prediction.search import advise as advise_on
 
     table = advise_on(experiment, place)
-    budget, facts = _budget_gib(experiment, place, gpu_memory_gib), table.attrs
+    (budget, _), facts = _budget(experiment, place, gpu_memory_gib), table.attrs
     if budget is not None:
         table.insert(3, "fits", table["needs GiB"] <= budget)
     if as_json:
@@ -335,17 +351,18 @@ def advise(
         f"{facts['step_ms']:.1f} ms a step, needs {facts['needed_gib']:.2f} GiB, predicted"
     )
     if budget is not None:
-        table[f"fits {budget:g}"] = table.pop("fits").map({True: "yes", False: "no"})
+        table[f"fits {budget:g} GiB"] = table.pop("fits").map({True: "yes", False: "no"})
     table = table.round({"saves MiB": 1, "adds ms": 1, "needs GiB": 2})
     _print_table(table.astype(object).fillna("–"))
     if memory:
         print(f"measured in that run: {memory.peak_bytes / 2**20:,.0f} MiB, {memory.method}")
 
 
-def _card(experiment: Config, name: str, device: str | None, sheet: Path | None) -> Card:
+def _card(experiment: Config, device: str | None, sheet: Path | None, usual: str) -> Card:
     """Return the card that is meant, and say on stderr what begins now."""
-    if device and sheet:
+    if device is not None and sheet:
         raise typer.BadParameter("--device and --card exclude each other")
+    name = usual if device is None else device
     from labutils.config.reader import card_named, load_card
 
     place = load_card(sheet) if sheet else None
@@ -357,7 +374,7 @@ def _card(experiment: Config, name: str, device: str | None, sheet: Path | None)
     on = experiment.on("cpu" if name == "cpu" and not sheet else "cuda")
     shape = f"{on.model}, {on.micro_batch_size} × {on.seq_len} tokens, {on.precision}"
     where = place.name if place else name
-    print(f"{shape}: traces a step for {where} …", file=sys.stderr)
+    print(f"tracing a training step for {where}: {shape} …", file=sys.stderr)
     from labutils.machine import card_of, choose_threads
 
     try:
@@ -372,14 +389,18 @@ def _card(experiment: Config, name: str, device: str | None, sheet: Path | None)
     return place
 
 
-def _budget_gib(config: Config, card: Card, gib: float | None) -> float | None:
-    """Return the memory that is meant: what the user says, the config's limit, the card's own."""
+def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None, str]:
+    """Return the GiB that there are, and in words whose: the user's, the card's, or the config's,
+    whose limit leaves the context out.
+    """
     from labutils.config.card import CONTEXT_GIB
 
     if gib is not None or not card.gpu:
-        return gib
-    # the limit leaves the context out
-    return config.memory_limit_gib + CONTEXT_GIB if config.memory_limit_gib else card.memory_gib
+        return gib, f"{gib} GiB"
+    limit = config.memory_limit_gib + CONTEXT_GIB
+    if config.memory_limit_gib and limit < card.memory_gib:
+        return limit, f"the config's memory_limit_gib, {limit:g} GiB with what CUDA takes"
+    return card.memory_gib, f"{card.name}, {card.memory_gib:g} GiB"
 
 
 def _emulation(config: Config, card: Card, step_ms: float) -> str:

@@ -16,11 +16,11 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (48_900, 8_070),
-    "tests": (41_000, 6_140),
+    "labutils": (49_070, 8_095),
+    "tests": (41_110, 6_150),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_060  # README, INSTRUCTORS and the package's README
+WORDS = 3_080  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -87,4 +87,4 @@ def test_optional_notebooks_stay_few():
 def test_benchmarks_stay_within_the_budget():
     paths = (REPO / "benchmarks").rglob("*.py")
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in paths)
-    assert lines <= 1_225, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 1_230, f"{lines:,} code lines in benchmarks/"

@@ -55,6 +55,7 @@ def test_a_command_that_cannot_be_done_exits_with_1_and_says_what_to_do(runs, ca
         ("run", "fp32", "--set=steps=0"): "`steps`",
         ("run", "fp32", *SMALL, "--set=corpus=nowhere.txt"): "no such file",
         ("predict", "tf32", "--device", "t4"): "use fp16",
+        ("advise", "fp31"): "Nor is there such a config. Did you mean `fp32`?",
     }.items():
         assert main(arguments) == 1
         assert says in capsys.readouterr().err
@@ -68,6 +69,7 @@ def test_wrong_usage_exits_with_2(capsys):
         ("predict", "fp32", "--gpu-memory-gib", "nan"): "--gpu-memory-gib",
         ("predict", "fp32", "--gpu-memory-gib", "8GB"): "--gpu-memory-gib",
         ("predict", "fp32", "--device", "t44"): "Did you mean `t4`? Or describe",
+        ("predict", "fp32", "--device", ""): "no card is named ''",
         ("grade", ".", "--jobs", "0"): "--jobs",
         ("labs", "--in-place", "--student", "copies"): "excludes the other options",
         ("run", "fp32", "--rerun", "--resume"): "exclude each other",

@@ -35,6 +35,7 @@ def parts(monkeypatch):
     parts = {"broken": {"fails": words("raise SystemExit(3)"), "writes": words(WRITE, table)}}
     parts["whole"] = {"writes": words(WRITE, "{out}/reference/other.csv")}
     monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(gpu, "HAS_GPU", words("pass"))
     return parts
 
 
@@ -45,6 +46,14 @@ def test_a_command_that_fails_stops_neither_its_part_nor_the_next(parts, tmp_pat
     printed = capsys.readouterr().out
     assert "broken fails: failed (3)" in printed and "whole writes: done" in printed
     assert (tmp_path / "broken.tar.gz").exists() and (tmp_path / "whole.tar.gz").exists()
+
+
+def test_without_a_gpu_nothing_is_begun(parts, tmp_path, monkeypatch, capsys):
+    """Its tests would be skipped, and count as done."""
+    monkeypatch.setattr(gpu, "HAS_GPU", words("raise SystemExit(1)"))
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path)])
+    assert "sees a CUDA GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_a_second_call_does_what_is_not_done_and_truncates_nothing(parts, tmp_path, capsys):
@@ -79,6 +88,7 @@ def test_an_archive_is_taken_into_the_reference_and_tables_grow(tmp_path):
     out, reference = tmp_path / "out", tmp_path / "reference"
     files = {"reference/table.csv": "a,b\n1,2\n", "reference/bench/b.json": "{}"}
     files |= {"runs/bf16-1.json": "{}", "runs/01.ipynb": "{}", "logs/x.txt": "words"}
+    files["reference/play.js"] = "no record"
     for name, text in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(text)

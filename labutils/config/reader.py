@@ -6,7 +6,6 @@ pydantic gives them their types: so 1e-4 is a number, and `off` a word.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -147,8 +146,13 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     return config
 
 
+ABOVE_0 = r"(?=.*[1-9])\d*\.?\d+"
+SIZE = r"(\d+) ?gi?b"
+NEAR = 0.15  # a card of 16 GB has 14.6 GiB for torch, say
+
+
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|tesla|rtx|gpu|gb|sxm\d|hbm\d|[\W_]", "", name.lower())
+    return re.sub(r"nvidia|geforce|tesla|rtx|gpu|generation|gb|sxm\d|hbm\d|[\W_]", "", name.lower())
 
 
 def card_named(name: str) -> Card:
@@ -156,10 +160,11 @@ def card_named(name: str) -> Card:
 
     Raises ValueError for any other name. It tells the most similar one, and how to describe a card.
     """
-    wanted = _plain(name)
+    wanted = _plain(name), _plain(re.sub(SIZE, "", name.lower()))
+    size = re.search(SIZE, name.lower())
     for card in CARDS.values():
-        own = _plain(card.name)
-        if wanted in (own, f"{own}{math.ceil(card.memory_gib)}"):
+        gib = float(size[1]) if size else card.memory_gib
+        if _plain(card.name) in wanted and abs(card.memory_gib / gib - 1) < NEAR:
             return card
     hint = did_you_mean(name, CARDS) or f" There are: {', '.join(CARDS)}."
     raise ValueError(
@@ -180,8 +185,9 @@ def load_card(path: str | os.PathLike[str]) -> Card:
         if key not in COLUMNS:
             hint = did_you_mean(key, COLUMNS) if len(file.mistakes) < MISTAKES_SHOWN else ""
             file.add(key, f"unknown key `{key}`.{hint}")
-        elif key != "name" and not re.fullmatch(r"\d*\.?\d+", str(text)):
-            file.add(key, f"`{key}`: expected a number such as 8.9, got {text!r}")
+        elif not text or (key != "name" and not re.fullmatch(ABOVE_0, str(text))):
+            expected = "a name" if key == "name" else "a number above 0, such as 8.9"
+            file.add(key, f"`{key}`: expected {expected}, got {text!r}")
     for key in COLUMNS[:N_NEEDED]:
         if key not in file.texts:
             file.add("", f"missing: `{key}`")

@@ -51,8 +51,7 @@ class MemoryLedger(BaseModel):
             )
             lines += [
                 f"torch's allocator reserves {plain} in three steps, {grown} with expandable",
-                f"segments; with them the smallest card has {needed} "
-                f"({CONTEXT_GIB} for CUDA assumed)",
+                f"segments, which need a card of {needed} ({CONTEXT_GIB} for CUDA assumed)",
             ]
         return "\n".join(lines)
 

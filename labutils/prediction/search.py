@@ -134,14 +134,15 @@ def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
     has_chunks = 0 < config.loss_chunk_tokens <= CHUNK_TOKENS
     has_expandable = card.gpu and not (card.is_here and without_expandable_segments())
     is_16bit = PRECISIONS[config.precision].is_16bit
+    is_emulated = card.gpu and not card.support(config.precision).ok
     in_backward: Changes = {"optimizer_in_backward": True}
     if config.max_grad_norm:
         in_backward["max_grad_norm"] = 0.0
     table: list[tuple[Any, Changes, str]] = [  # (whether it can be made, change, cost)
         (has_expandable, {"expandable_segments": True}, "fewer holes between tensors; Linux only"),
-        (True, {"use_cache": False}, "nothing: training never reads the cache"),
-        (True, {"activation": "gelu_tanh"}, "nothing: the same function, fused"),
-        (True, {"optimizer_impl": "fused"}, "nothing: the same update, without temporaries"),
+        (True, {"use_cache": False}, "no cost: training never reads the cache"),
+        (True, {"activation": "gelu_tanh"}, "no cost: the same function in one kernel"),
+        (True, {"optimizer_impl": "fused"}, "no cost: the same update, without temporaries"),
         (
             ATTENTION[config.attention].keeps_matrices,
             {"attention": "auto"},
@@ -159,7 +160,11 @@ def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
             {"gradient_checkpointing": EACH_BLOCK.name},
             "each block's forward pass twice",
         ),
-        (not is_16bit, {"precision": sixteen_bit.name}, "matrix multiplications in 16 bits"),
+        (
+            not is_16bit or is_emulated,
+            {"precision": sixteen_bit.name},
+            "matrix multiplications in 16 bits",
+        ),
         (
             OPTIMIZERS[config.optimizer].is_adamw,
             {"optimizer": SMALLEST_STATE.name},
@@ -201,7 +206,8 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     """
     original = unchanged(config, device)
     rows = {}
-    for changes, cost in changes_of(original.config, original.card):
+    table = changes_of(original.config, original.card)
+    for changes, cost in tqdm(table, "changes tried", disable=None, leave=False):  # in a terminal
         plan = original.changed(changes, cost)
         try:
             _require_fast(plan, changes)

@@ -133,8 +133,9 @@ class TimeLedger(BaseModel):
             f"Milliseconds of one optimizer step, {self.method}:",
             table.map("{:.1f}".format).to_string(),
             f"step {self.step_ms:.1f} ms, {between} ({self.why_band})",
-            f"{self.tokens_per_s:,.0f} tokens per second",
         ]
+        if self.tokens_per_s:  # of a module it may not be known
+            lines.append(f"{self.tokens_per_s:,.0f} tokens per second")
         if self.launch_bound:
             lines.append("The card waits for its host: fewer and larger operations would be faster")
         return "\n".join(lines)

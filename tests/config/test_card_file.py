@@ -67,7 +67,7 @@ def test_turing_has_no_bf16_and_perhaps_no_tensor_cores(write):
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ("448", "-3", "card.yaml:5: `bandwidth_gb_s`: expected a number such as 8.9, got '-3'"),
+        ("448", "0.0", "card.yaml:5: `bandwidth_gb_s`: expected a number above 0, such as 8.9"),
         ("memory_gib: 7.6\n", "", "card.yaml: missing: `memory_gib`"),
         ("float16_tflops", "float16_tflop", "unknown key `float16_tflop`. Did you mean `float16_"),
     ],
@@ -95,6 +95,8 @@ def test_the_command_takes_a_card_or_a_device(write, capsys):
         ("4060 Ti 16GB", "rtx4060ti-16"),
         ("A100-80GB", "a100"),
         ("A100-SXM4-40GB", "a100-40"),
+        ("T4 16GB", "t4"),
+        ("RTX 4060 Ti 16GB", "rtx4060ti-16"),
     ],
 )
 def test_a_card_is_found_as_people_write_it(words, name):

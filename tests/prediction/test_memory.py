@@ -281,5 +281,6 @@ def test_predict_command(capsys):
     )
     assert verdict < time < plan
     assert "micro_batch_size=2: more micro-batches" in printed and "that is: --set " in printed
-    assert main([*nano, "--set", "memory_limit_gib=0.1"]) == 0
-    assert "0.6 GiB" in capsys.readouterr().out  # the limit leaves the context out
+    for limit, words in (0.1, "memory_limit_gib, 0.6 GiB"), (20, "fits t4, 14.6 GiB: it needs "):
+        assert main([*nano, f"--set=memory_limit_gib={limit}", "--device", "t4"]) == 0
+        assert words in capsys.readouterr().out  # the limit leaves the context out

@@ -91,7 +91,9 @@ def test_what_leaves_the_arithmetic_alone_comes_before_16_bits_and_what_is_learn
         "optimizer_in_backward=True max_grad_norm=0.0",
         "precision=pure_bf16",
     ]
-    assert [name for name in order("t4") if "precision" in name] == ["precision=fp16"]
+    for precision in ("fp32", "bf16"):  # which a T4 would emulate
+        names = order("t4", precision=precision)
+        assert [name for name in names if "precision" in name] == ["precision=fp16"]
 
 
 @slow
