@@ -17,7 +17,7 @@ from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (49_070, 8_095),
-    "tests": (41_110, 6_150),
+    "tests": (41_120, 6_150),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_080  # README, INSTRUCTORS and the package's README

@@ -284,3 +284,5 @@ def test_predict_command(capsys):
     for limit, words in (0.1, "memory_limit_gib, 0.6 GiB"), (20, "fits t4, 14.6 GiB: it needs "):
         assert main([*nano, f"--set=memory_limit_gib={limit}", "--device", "t4"]) == 0
         assert words in capsys.readouterr().out  # the limit leaves the context out
+    assert main([*nano, "--set=seq_len=256", "--gpu-memory-gib=0.61"]) == 0  # 0.6116 are needed
+    assert "does NOT fit 0.61 GiB: it needs 0.62 GiB" in capsys.readouterr().out
