@@ -298,7 +298,10 @@ def predict(
             step = f"a step then takes {plan.step_ms:.0f} ms, {times}"
             first = f"It fits in {plan.needed_gib:.2f} GiB ({step}, as predicted) if you change:"
         costs = [f"{key}={plan.changes[key]}: {cost}" for key, cost in plan.costs.items()]
-        print(f"\n{first}", *costs, f"that is: --set {plan.name}", sep="\n  ")
+        costs += (
+            [f"that is: --set {plan.name}"] if costs else ["none of our changes saves anything"]
+        )
+        print(f"\n{first}", *costs, sep="\n  ")
 
 
 @app.command()

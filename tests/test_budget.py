@@ -16,7 +16,7 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (49_070, 8_095),
+    "labutils": (49_080, 8_100),
     "tests": (41_120, 6_150),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/

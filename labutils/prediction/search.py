@@ -177,7 +177,7 @@ def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
             "weights of 8 significant bits lose small updates: compare the losses",
         ),
     ]
-    if config.optimizer_in_backward:
+    if config.optimizer_in_backward and config.seq_len > 3:
         half = config.seq_len // 2
         shorter = {"tokens_per_step": half * config.micro_batch_size, "seq_len": half}
         table.append((True, shorter, "less context: another experiment"))
