@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +20,12 @@ WRITE = "import sys; open(sys.argv[1], 'a').write('row\\n')"
 SLEEP = """
 import sys, time
 try:
+    open(sys.argv[1] + ".begun", "w")
     time.sleep(1000)
 except KeyboardInterrupt:
     open(sys.argv[1], "w")
 """
+LIMIT = 7.0  # seconds, of a clock that stands still
 
 
 def words(code: str, *arguments: str) -> list[str]:
@@ -65,13 +69,26 @@ def test_a_second_call_does_what_is_not_done_and_truncates_nothing(parts, tmp_pa
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="make gpu is for Linux")
-def test_the_limit_ends_a_command_and_what_it_wrote_is_in_the_archive(parts, tmp_path, capsys):
-    parts["broken"] = {"endless": words(SLEEP, "{out}/reference/begun.csv")}
-    # so long that the command surely begins; it would not end before
-    assert not gpu.run_part("broken", tmp_path, limit_s=10)
+def test_the_limit_ends_a_command_and_what_it_wrote_is_in_the_archive(
+    parts, tmp_path, monkeypatch, capsys
+):
+    table, wait = tmp_path / "reference" / "table.csv", subprocess.Popen.wait
+
+    def reach_the_limit(process, timeout=None):
+        """When the command has begun, however busy this machine is."""
+        if timeout != LIMIT:
+            return wait(process, timeout)
+        while not table.with_suffix(".csv.begun").exists():
+            time.sleep(0.05)
+        raise subprocess.TimeoutExpired("", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", reach_the_limit)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    parts["broken"] = {"endless": words(SLEEP, str(table))}
+    assert not gpu.run_part("broken", tmp_path, limit_s=LIMIT)
     assert "broken endless: cut off" in capsys.readouterr().out
     with tarfile.open(tmp_path / "broken.tar.gz") as file:
-        assert "reference/begun.csv" in file.getnames()
+        assert "reference/table.csv" in file.getnames()
 
 
 def test_an_archive_leaves_out_what_is_too_large_and_says_so(tmp_path, monkeypatch, capsys):
