@@ -1,7 +1,7 @@
 """What torch's CUDA allocator does with the configs of a table: for comparing predictions.
 
     python -m benchmarks.allocator_table NEW.csv                # those of reference/allocator.csv
-    python -m benchmarks.allocator_table NEW.csv --of OTHER.csv --every 11      # each eleventh row
+    python -m benchmarks.allocator_table NEW.csv --of OTHER.csv --every 20      # each twentieth row
 
 Each row is three steps of `lab.train` from an empty allocator. It has the peaks of bytes allocated
 and reserved, and the smallest cap of the allocator under which the steps complete. Reserved bytes

@@ -48,7 +48,7 @@ HAS_GPU = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.
 PARTS = {  # part: {command's name: its words}
     "ledger": {
         "ledger": [*TESTS, "-k", "predicted_peak"],
-        "allocator": [*TABLE, "--every", "11", "--label", "torch's CUDA allocator"],
+        "allocator": [*TABLE, "--every", "20", "--label", "torch's CUDA allocator"],
         "snapshot": [*PYTHON, "benchmarks.snapshot_record", "{out}/reference"],
         "tests": [*TESTS, "-k", "not predicted_peak"],
     },
