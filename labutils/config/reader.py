@@ -180,6 +180,9 @@ def load_card(path: str | os.PathLike[str]) -> Card:
     its `why_band` says so.
     Raises ConfigError with a line `file:line: …` for each mistake.
     """
+    if not Path(path).is_file():
+        problem = "no such file; a card is a YAML file of its datasheet (see config/cards.csv)"
+        raise ConfigError(f"{path}: {problem}. A card's name goes after --device")
     file = YamlFile(Path(path))
     for key, text in file.texts.items():
         if key not in COLUMNS:

@@ -64,6 +64,11 @@ def test_turing_has_no_bf16_and_perhaps_no_tensor_cores(write):
     assert load_card(path).speed.assumed == 0.5
 
 
+def test_a_card_s_name_is_no_file():
+    with pytest.raises(ConfigError, match=r"no such file; .* A card's name goes after --device"):
+        load_card("rtx3060")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
