@@ -60,7 +60,7 @@ PARTS = {  # part: {command's name: its words}
     },
 }
 RUNS = {"bench": "reference/bench"}  # where a part's records go; else "runs"
-RECORDS = ".csv", ".json", ".pickle"
+RECORDS, NO_RECORDS = (".csv", ".json", ".pickle"), (".html", ".gz")
 MOST_BYTES = 15 * 2**20  # of an archive, before it is compressed
 PASSED = "GPU_TESTS_PASSED"  # environment: the file with the names of tests that have passed
 
@@ -152,15 +152,14 @@ def run_command(
 
 def archive(out: Path, part: str) -> Path:
     """Write OUT/PART.tar.gz with logs, tables, records and notebooks, the smallest files first."""
-    paths = [path for path in out.rglob("*") if path.is_file() and path.suffix != ".html"]
-    paths = [path for path in paths if out / "site" not in path.parents]
+    paths = [path for path in out.rglob("*") if path.is_file() and path.suffix not in NO_RECORDS]
     target, n_bytes = out / f"{part}.tar.gz", 0
     with tarfile.open(target, "w:gz") as file:
         for path in sorted(paths, key=lambda path: path.stat().st_size):
+            if out / "site" in path.parents:
+                continue
             n_bytes += path.stat().st_size
-            if path.name.endswith(".tar.gz"):
-                n_bytes -= path.stat().st_size
-            elif n_bytes > MOST_BYTES:
+            if n_bytes > MOST_BYTES:
                 print(f"left out of the archive, too large: {path}")
             else:
                 file.add(path, path.relative_to(out))
@@ -174,8 +173,9 @@ def take(path: Path, reference: Path = REFERENCE) -> None:
     with tarfile.open(path) as file:
         for member in file:
             name = Path(member.name)
-            kinds = {"reference": RECORDS, "runs": (".json",)}.get(member.name.split("/")[0], ())
-            if not member.isfile() or name.suffix not in kinds or ".." in name.parts:
+            is_run = name.parts[:-1] == ("runs",) and name.suffix == ".json"
+            is_record = name.parts[:1] == ("reference",) and name.suffix in RECORDS
+            if not member.isfile() or not (is_run or is_record) or ".." in name.parts:
                 continue
             content = file.extractfile(member).read()
             target = reference.joinpath(*name.parts[1:])

@@ -100,9 +100,8 @@ def one_each(arguments: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        app(
-            one_each(sys.argv[1:] if arguments is None else arguments)
-        )  # always ends in SystemExit, or in an error
+        # always ends in SystemExit, or in an error
+        app(one_each(sys.argv[1:] if arguments is None else arguments))
     except SystemExit as end:
         return end.code or 0
     except Exception as error:
@@ -354,7 +353,8 @@ def advise(
         f"{facts['step_ms']:.1f} ms a step, needs {facts['needed_gib']:.2f} GiB, predicted"
     )
     if budget is not None:
-        table[f"fits {budget:g} GiB"] = table.pop("fits").map({True: "yes", False: "no"})
+        answers = table.pop("fits").map({True: "yes", False: "no"})
+        table[f"fits {budget:g} GiB"] = answers.where(table["needs GiB"].notna())
     table = table.round({"saves MiB": 1, "adds ms": 1, "needs GiB": 2})
     _print_table(table.astype(object).fillna("–"))
     if memory:
@@ -398,7 +398,9 @@ def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None
     """
     from labutils.config.card import CONTEXT_GIB
 
-    if gib is not None or not card.gpu:
+    if not card.gpu:
+        return gib, f"{gib} GiB, a tenth counted in for what no tensor can use"
+    if gib is not None:
         return gib, f"{gib} GiB"
     limit = config.memory_limit_gib + CONTEXT_GIB
     if config.memory_limit_gib and limit < card.memory_gib:

@@ -105,7 +105,7 @@ def test_an_archive_is_taken_into_the_reference_and_tables_grow(tmp_path):
     out, reference = tmp_path / "out", tmp_path / "reference"
     files = {"reference/table.csv": "a,b\n1,2\n", "reference/bench/b.json": "{}"}
     files |= {"runs/bf16-1.json": "{}", "runs/01.ipynb": "{}", "logs/x.txt": "words"}
-    files["reference/play.js"] = "no record"
+    files |= {"reference/play.js": "no record", "runs/calibration/gpu.json": "no run"}
     for name, text in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(text)

@@ -95,12 +95,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The changes as `--set` takes them."""
-        return name_of(self.changes)
-
-
-def name_of(changes: Changes) -> str:
-    """Return changes as `--set` takes them."""
-    return " ".join(f"{key}={value}" for key, value in changes.items())
+        return " ".join(f"{key}={value}" for key, value in self.changes.items())
 
 
 def unchanged(config: Config, device: Device) -> Plan:
@@ -113,8 +108,8 @@ def unchanged(config: Config, device: Device) -> Plan:
 
 
 def smaller_batches(config: Config) -> list[int]:
-    """Return smaller micro-batches of a step of equally many tokens: each at most half of the one
-    before, from which it is chosen as large as can be.
+    """Return smaller micro-batches of a step of equally many tokens, largest first: each is the
+    largest that is at most half of the one before.
     """
     sequences, sizes = config.tokens_per_step // config.seq_len, [config.micro_batch_size]
     for size in reversed(range(1, config.micro_batch_size)):

@@ -77,7 +77,7 @@ def test_where_nothing_fits_all_changes_are_told_and_where_all_fits_nothing_is_c
 def test_what_leaves_the_arithmetic_alone_comes_before_16_bits_and_what_is_learned():
     def order(card: str, **changes) -> list[str]:
         plan = unchanged(lab.load_config("fp32", **SMALL | changes), card)
-        return [search.name_of(change) for change, _ in search.changes_of(plan.config, plan.card)]
+        return [plan.changed(*row).name for row in search.changes_of(plan.config, plan.card)]
 
     assert order("a100") == [
         "expandable_segments=True",
