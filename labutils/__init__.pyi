@@ -13,6 +13,7 @@ from .exhibits import play as play
 from .files import runs_dir as runs_dir
 from .guesses import answer as answer
 from .guesses import guess as guess
+from .guesses import guessed as guessed
 from .guesses import scores as scores
 from .machine import card_of as card_of
 from .machine import matmul_rate as matmul_rate
@@ -68,6 +69,7 @@ from .training.noise import alternate as alternate
 from .training.noise import paired_difference as paired_difference
 from .training.noise import paired_ratio as paired_ratio
 from .training.noise import product_speeds as product_speeds
+from .training.noise import student_t as student_t
 from .training.processes import in_processes as in_processes
 from .training.processes import write_worker as write_worker
 from .training.runs import compare as compare

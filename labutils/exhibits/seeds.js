@@ -19,10 +19,10 @@ export function difference(base, other, t) {
   return { mean: mean(pairs), low: mean(pairs) - half, high: mean(pairs) + half, n, pairs };
 }
 
-export function verdict({ mean, low, high }, worthTelling) {
-  if (low > 0 && mean > worthTelling) return "larger";
-  if (high < 0 && -mean > worthTelling) return "smaller";
-  return CANNOT_TELL;
+export function verdict({ low, high }, worthTelling) {
+  if (low > -worthTelling && high < worthTelling) return "too small to matter";
+  if (low > 0) return "larger";
+  return high < 0 ? "smaller" : CANNOT_TELL;
 }
 
 export function mount(root, data) {
@@ -106,8 +106,8 @@ export function mount(root, data) {
     picture.svg,
     rows.element,
     paragraph(
-      `Larger or smaller: the interval leaves out 0, and the mean exceeds ${data.worth_telling}, ` +
-        `the least difference that we call worth telling. Recorded on ${data.made}. A loss is the ` +
+      `Too small to matter: the whole interval lies within ± ${data.worth_telling}. Else larger or ` +
+        `smaller, if it leaves out 0. Recorded on ${data.made}. A loss is the ` +
         `mean over the last ${steps[0]} steps, σ the standard deviation between seeds. ` +
         "Skipped: steps that the scaler left out, the mean of the seeds.",
     ),

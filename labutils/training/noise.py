@@ -17,7 +17,7 @@ from labutils import machine
 from labutils.config.choices import PRECISIONS
 from labutils.techniques.precision import products_dtype, tf32
 
-CANNOT_TELL = "cannot tell here"
+CANNOT_TELL, TOO_SMALL = "cannot tell here", "too small to matter"
 # Student's t for 95 % of both sides, by degrees of freedom from 1 on. Beyond the table its last
 # value is used, which makes the interval a little too wide.
 T_95 = (
@@ -27,14 +27,23 @@ T_95 = (
 )
 
 
+# What is said of a ratio above 1, of one below, and of one far from 1; without a ratio, of a sign.
+WORDS = {
+    "": ("more", "less", ""),
+    "time": ("slower", "less time", "as long"),
+    "speed": ("faster", "slower", "as fast"),
+    "size": ("larger", "smaller", "as large"),
+}
+
+
 @dataclass(frozen=True)
 class PairedDifference:
     """How the second numbers of pairs differ from the first, and what can be said of it.
 
-    `mean` with its 95 % interval from `low` to `high`: of the differences second - first, or, if
-    `is_ratio`, of the ratios second / first (the mean is then the geometric one). `noise` is the
-    interval of pairs that should be equal, if there were any.
-    `verdict` is "larger", "smaller" (the second's numbers) or CANNOT_TELL.
+    `mean` with its 95 % interval from `low` to `high`: of the differences second - first, in
+    `unit`, or, where `of` is "time", "speed" or "size", of the ratios second / first (the mean is
+    then the geometric one). `noise` is the interval of pairs that should be equal, if there were
+    any. `verdict` is "larger", "smaller" (the second's numbers), TOO_SMALL or CANNOT_TELL.
     """
 
     mean: float
@@ -43,14 +52,40 @@ class PairedDifference:
     n_pairs: int
     noise: tuple[float, float] | None
     verdict: str
-    is_ratio: bool = False
+    worth_telling: float
+    of: str = ""
+    unit: str = ""
 
     def __str__(self) -> str:
-        form = ("{:.3g}×" if self.is_ratio else "{:+.3g}").format
-        text = f"95 % interval {form(self.low)} to {form(self.high)}, {self.n_pairs} pairs"
-        if self.noise:
-            text += f"; equal pairs {form(self.noise[0])} to {form(self.noise[1])}"
-        return f"{form(self.mean)} ({text}): {self.verdict}"
+        pairs, (more, less, as_much) = f"{self.n_pairs} pairs", WORDS[self.of]
+        unit = f" {self.unit}" if self.unit else ""
+        if self.n_pairs < 2:
+            return f"{self.verdict}: too few pairs ({self.n_pairs}) for an interval"
+        if self.verdict in (TOO_SMALL, CANNOT_TELL):
+            if self.noise and self.verdict == CANNOT_TELL:
+                pairs += "; equal pairs {} to {}".format(*map(self._shown, self.noise)) + unit
+            ends = f"{self._shown(self.low)} to {self._shown(self.high)}{unit}"
+            return f"{self.verdict}: {self._shown(self.mean)}{unit} ({ends}, {pairs})"
+        if as_much and not 0.5 < self.mean < 2:
+            ends = f"{self.low:.3g} to {self.high:.3g}"
+            return f"{self.mean:.3g} times {as_much} ({ends}, {pairs})"
+        mean, *ends = (self._shown(x).lstrip("+-") for x in (self.mean, self.low, self.high))
+        if self.verdict == "smaller":
+            ends.reverse()
+        word = more if self.verdict == "larger" else less
+        return f"{mean}{unit} {word} ({ends[0]} to {ends[1]}{unit}, {pairs})"
+
+    def _shown(self, number: float) -> str:
+        if not self.of:
+            return f"{round(number, 12) + 0.0:+.3g}"  # neither a rounding error nor -0
+        percent = 100 * (number - 1)
+        return f"{percent:+.0f}" if abs(percent) >= 10 else f"{percent:+.2g}"
+
+    def is_too_small(self, number: float) -> bool:
+        """Return whether a difference, or a ratio, of this size would be too small to matter."""
+        if self.of:
+            return 1 / self.worth_telling < number < self.worth_telling
+        return abs(number) < self.worth_telling
 
 
 def paired_difference(
@@ -59,27 +94,30 @@ def paired_difference(
     identical: Sequence[Sequence[float]] = (),
     *,
     worth_telling: float,
+    unit: str = "",
 ) -> PairedDifference:
-    """Return by how much the second's numbers exceed the first's, pair by pair.
+    """Return by how much the second's numbers exceed the first's, pair by pair, in `unit`.
 
     Numbers of a pair were measured one after the other, or with the same seed. `identical` are two
     series that should not differ: the same thing measured twice, or, where a run is deterministic,
     the run and one whose weights were moved by an ulp or two. `worth_telling` is the smallest
-    difference that somebody would care about, in their unit.
+    difference that somebody would care about.
     A pair with a number that is not finite is left out; `n_pairs` counts the others.
     Raises ValueError if two series are not equally long.
     """
     n_pairs, mean, low, high = interval(first, second)
     noise = interval(*identical)[2:] if identical else None
-    # The rule of notebook 01. The interval must lie beyond that of pairs that should be equal, on
-    # either side since their order means nothing, and the mean must exceed `worth_telling`.
+    # The rule of notebook 01. The whole interval is smaller than what matters; or it lies beyond
+    # that of pairs that should be equal, on either side since their order means nothing.
     reach = max(map(abs, noise or (0.0,)))
     verdict = CANNOT_TELL
-    if low > reach and mean > worth_telling:
+    if -worth_telling < low and high < worth_telling:
+        verdict = TOO_SMALL
+    elif low > reach:
         verdict = "larger"
-    if high < -reach and -mean > worth_telling:
+    elif high < -reach:
         verdict = "smaller"
-    return PairedDifference(mean, low, high, n_pairs, noise, verdict)
+    return PairedDifference(mean, low, high, n_pairs, noise, verdict, worth_telling, unit=unit)
 
 
 def paired_ratio(
@@ -88,24 +126,28 @@ def paired_ratio(
     identical: Sequence[Sequence[float]] = (),
     *,
     worth_telling: float,
+    of: str = "time",
 ) -> PairedDifference:
-    """Return how many times the first's numbers the second's are, pair by pair: for times, rates.
+    """Return how many times the first's numbers the second's are, pair by pair.
 
-    As `paired_difference`, but of logarithms, since a machine slows a step by a factor.
-    `worth_telling` is a ratio above 1. Raises ValueError also for a number that is not positive.
+    As `paired_difference`, but of logarithms, since a machine slows a step by a factor. `of` is
+    what the numbers are, so that words fit: "time", "speed" or "size". `worth_telling` is a ratio
+    above 1. Raises ValueError also for a number that is not positive.
     """
     logs = [list(map(math.log, series)) for series in (first, second, *identical)]
     of_logs = paired_difference(*logs[:2], logs[2:], worth_telling=math.log(worth_telling))
     mean, low, high = map(math.exp, (of_logs.mean, of_logs.low, of_logs.high))
     noise = of_logs.noise and tuple(map(math.exp, of_logs.noise))
-    return replace(of_logs, mean=mean, low=low, high=high, noise=noise, is_ratio=True)
+    numbers = {"mean": mean, "low": low, "high": high, "noise": noise}
+    return replace(of_logs, **numbers, worth_telling=worth_telling, of=of, unit="%")
 
 
 def interval(first: Sequence[float], second: Sequence[float]) -> tuple[int, float, float, float]:
     """Return (n, mean, low, high) of second - first: the mean and its 95 % interval by Student's t.
 
-    The interval has the true mean in 95 of 100 cases if the differences are about normal. It is
-    infinite below two differences, since one number says nothing about its spread.
+    In 95 of 100 cases the interval has the mean of what this machine does in this minute, if the
+    differences are about normal; an hour later the machine may do something else. It is infinite
+    below two differences, since one number says nothing about its spread.
     """
     differences = [b - a for a, b in zip(first, second, strict=True)]
     differences = [difference for difference in differences if math.isfinite(difference)]
@@ -113,8 +155,18 @@ def interval(first: Sequence[float], second: Sequence[float]) -> tuple[int, floa
     mean = statistics.fmean(differences) if n else math.nan
     if n < 2:
         return n, mean, -math.inf, math.inf
-    half = T_95[min(n - 1, len(T_95)) - 1] * statistics.stdev(differences) / n**0.5
+    half = student_t(n) * statistics.stdev(differences) / n**0.5
     return n, mean, mean - half, mean + half
+
+
+def student_t(n_pairs: int) -> float:
+    """Return Student's t for 95 % on both sides, of the mean of two or more differences.
+
+    Raises ValueError for fewer than two.
+    """
+    if n_pairs < 2:
+        raise ValueError(f"an interval needs two pairs or more; there are {n_pairs}")
+    return T_95[min(n_pairs - 1, len(T_95)) - 1]
 
 
 # ---- Numbers in pairs
@@ -180,7 +232,7 @@ def product_speeds(
     identical = rates["base"], rates["again"]
     for name in usable:
         speeds[name] = paired_ratio(
-            rates["base"], rates[name], identical, worth_telling=FASTER_PRODUCT
+            rates["base"], rates[name], identical, worth_telling=FASTER_PRODUCT, of="speed"
         )
     return speeds
 

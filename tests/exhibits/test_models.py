@@ -18,6 +18,7 @@ from labutils.exhibits import play, seeds_data
 from labutils.exhibits.exhibit import described, table_of
 from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator, Settings
 from labutils.techniques.numerics import FP16
+from labutils.training.noise import CANNOT_TELL, TOO_SMALL
 from tests.prediction.allocator_story import story
 
 NAME = attrgetter("name")
@@ -133,7 +134,7 @@ def test_random_events_leave_what_the_rules_leave(node, settings, limit):
 
 
 def test_its_statistics_are_those_of_python(node):
-    worth = seeds_data.WORTH_TELLING  # half of it is too little to tell, however clear
+    worth = seeds_data.WORTH_TELLING  # half of it is too small to matter, however clear
     shift = torch.tensor([[0.0], [0.05], [-1.0], [worth / 2]])
     noise = torch.tensor([[0.05], [0.05], [0.05], [1e-6]])
     base = 6 + 0.2 * torch.randn(75, 4, 8)
@@ -149,7 +150,7 @@ def test_its_statistics_are_those_of_python(node):
         right = lab.paired_difference(*pair, worth_telling=worth)
         numbers = right.mean, right.low, right.high, right.n_pairs
         assert page[:4] == pytest.approx(list(numbers), rel=1e-9) and page[4] == right.verdict
-    assert {page[4] for page in pages} == {"larger", "smaller", "cannot tell here"}
+    assert {page[4] for page in pages} == {"larger", "smaller", TOO_SMALL, CANNOT_TELL}
 
 
 def test_the_best_placement_has_the_smallest_peak_of_all(node):
