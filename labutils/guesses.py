@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
+from labutils.training.noise import CANNOT_TELL, TOO_SMALL, PairedDifference
+
+RIGHT_WITHIN = 0.2  # of the result: the models behind the guesses are not better
+BY_HAND_WITHIN = 0.05  # of the prediction: who works it out by hand may round
+
 
 @dataclass
 class Guess:
@@ -25,9 +30,7 @@ class Guess:
     was_early: bool = True
     predicted: float | None = field(default=None, repr=False)
     measured: float | None = field(default=None, repr=False)
-
-    def __bool__(self) -> bool:
-        return self.middle is not None
+    effect: PairedDifference | None = field(default=None, repr=False)  # `measured` is its mean
 
     @property
     def middle(self) -> float | None:
@@ -39,13 +42,30 @@ class Guess:
         return (self.low + self.high) / 2
 
     @property
-    def is_right(self) -> bool | None:
-        """Whether the result lies in the range, a tenth around a number. None: not to be said."""
-        if not self or self.measured is None:
-            return None
+    def score(self) -> str:
+        """Yes, no, "as by hand" or CANNOT_TELL; empty without a guess or a result.
+
+        Right is a fifth around a number's result, and a range that has it. As by hand is what the
+        notebook predicts, where this missed. A result that is too small to matter is right for a
+        guess that is, too. What cannot be told from noise has no score.
+        """
+        if self.middle is None or self.measured is None:
+            return ""
+        if self.effect and self.effect.verdict == CANNOT_TELL:
+            return CANNOT_TELL
+        if self.effect and self.effect.verdict == TOO_SMALL:
+            is_right = self.effect.is_too_small(self.middle)
+        else:
+            is_right = self._is_near(self.measured, RIGHT_WITHIN)
+        if is_right:
+            return "yes"
+        is_by_hand = self.predicted is not None and self._is_near(self.predicted, BY_HAND_WITHIN)
+        return "as by hand" if is_by_hand else "no"
+
+    def _is_near(self, number: float, tolerance: float) -> bool:
         if self.low is not None:
-            return self.low <= self.measured <= self.high
-        return abs(self.value - self.measured) <= 0.1 * abs(self.measured)
+            return self.low <= number <= self.high
+        return abs(self.value - number) <= tolerance * abs(number)
 
 
 _guesses: dict[str, Guess] = {}
@@ -58,11 +78,11 @@ def guess(
     *more: object,
     low: float | None = None,
     high: float | None = None,
-) -> Guess:
-    """Take a guess: a number, or a range `low=…, high=…`. Without either the cell does nothing.
+) -> None:
+    """Note a guess, and say so: a number, or a range `low=…, high=…`. Without either do nothing.
 
     `what` says in words, with its unit, what is guessed. A guess that comes after the result is
-    taken too, and `scores` says so. Raises ValueError for what is not a number or not a range, and
+    noted too, and `scores` says so. Raises ValueError for what is not a number or not a range, and
     for `more` than a number: what a decimal comma makes of it.
     """
     given = (value, low, high)
@@ -78,12 +98,23 @@ def guess(
     before = _guesses.get(name)
     made = Guess(name, what, value, low, high)
     if before is not None:
-        made.predicted, made.measured = before.predicted, before.measured
+        made.predicted, made.measured, made.effect = (
+            before.predicted,
+            before.measured,
+            before.effect,
+        )
         is_same = (before.value, before.low, before.high) == given
         is_open = before.measured is None and before.predicted is None
         made.was_early = before.was_early if is_same and before else is_open
     _guesses[name] = made
-    return made
+    if made.middle is not None:
+        late = "" if made.was_early else ", after the result"
+        print(f"noted{late}: {_shown(made)} ({what})")
+
+
+def guessed(name: str) -> float | None:
+    """Return the number that was guessed, or the middle of the range; None without a guess."""
+    return _guesses[name].middle if name in _guesses else None
 
 
 def _is_finite(number: object) -> bool:
@@ -93,27 +124,39 @@ def _is_finite(number: object) -> bool:
         return False
 
 
-def answer(name: str, measured: float | None, predicted: float | None = None) -> Guess:
+def answer(
+    name: str, measured: float | PairedDifference | None, predicted: float | None = None
+) -> None:
     """Note the result of what was guessed, and print one line if there is a guess.
 
-    None stands for what this device cannot measure. Raises ValueError for an unknown name.
+    What was measured in pairs knows whether it can be told from noise; then its mean is the
+    result. None stands for what this device cannot measure. Raises ValueError for an unknown name.
     """
     if name not in _guesses:
         raise ValueError(f"{name!r} was never guessed; there are: {', '.join(_guesses) or 'none'}")
     made = _guesses[name]
-    made.measured = None if measured is None else float(measured)
+    made.effect = measured if isinstance(measured, PairedDifference) else None
+    number = made.effect.mean if made.effect else measured
+    made.measured = None if number is None else float(number)
     made.predicted = None if predicted is None else float(predicted)
-    if made and made.measured is not None:
-        late = "" if made.was_early else " (made after the result)"
+    if made.middle is None:
+        return
+    late = "" if made.was_early else " (made after the result)"
+    if made.measured is not None:
         print(f"your guess{late}: {_shown(made)}; measured: {made.measured:.4g}: {_verdict(made)}")
-    elif made and made.predicted is not None:  # a prediction is no result: no verdict, no score
+    elif made.predicted is not None:  # a prediction is no result: no verdict, no score
         print(f"your guess: {_shown(made)}; predicted, not measured here: {made.predicted:.4g}")
-    return made
 
 
 def _verdict(made: Guess) -> str:
-    if made.is_right:
+    if made.score == CANNOT_TELL:
+        return f"{CANNOT_TELL}, so it has no score"
+    if made.score == "yes":
         return "right"
+    if made.score == "as by hand":
+        return f"as by hand, {made.predicted:.4g}, and this missed the result"
+    if made.effect and made.effect.verdict == TOO_SMALL:
+        return f"not right, since the result is {TOO_SMALL}"
     if made.measured == 0:
         return "not right"
     return f"{made.middle / made.measured:.2g} times the result"
@@ -134,7 +177,6 @@ def scores() -> pd.DataFrame:
     """
     rows = []
     for made in _guesses.values():
-        is_right = made.is_right
         rows.append(
             {
                 "what": made.what,
@@ -143,12 +185,18 @@ def scores() -> pd.DataFrame:
                 "measured": _cell(made.measured),
                 "guess / measured": _cell(_ratio(made.middle, made.measured)),
                 "predicted / measured": _cell(_ratio(made.predicted, made.measured)),
-                "right": "" if is_right is None else ("yes" if is_right else "no"),
-                "made": "" if not made else ("before" if made.was_early else "after the result"),
+                "right": made.score,
+                "made": _made(made),
             }
         )
     # object: in a column of floats pandas would show the empty fields as NaN
     return pd.DataFrame(rows, dtype=object).set_index("what") if rows else pd.DataFrame()
+
+
+def _made(made: Guess) -> str:
+    if made.middle is None:
+        return ""
+    return "before" if made.was_early else "after the result"
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:

@@ -3,6 +3,7 @@
 import pytest
 
 from labutils import guesses
+from labutils.training.noise import CANNOT_TELL, paired_difference, paired_ratio
 
 
 @pytest.fixture(autouse=True)
@@ -11,9 +12,12 @@ def no_guesses(monkeypatch):
 
 
 def test_without_a_guess_nothing_is_printed_and_nothing_fails(capsys):
-    made = guesses.guess("peak", "peak in % of FP32")
-    assert not made and made.middle is None
-    guesses.answer("peak", 84.5, predicted=84.0)
+    for nothing in (
+        guesses.guess("peak", "peak in % of FP32"),
+        guesses.guessed("peak"),
+        guesses.answer("peak", 84.5, predicted=84.0),
+    ):
+        assert nothing is None  # a cell that ends with one shows nothing
     assert capsys.readouterr().out == ""
     row = guesses.scores().loc["peak in % of FP32"]
     assert row["your guess"] == "" and row["made"] == "" and row["right"] == ""
@@ -25,6 +29,11 @@ def test_without_a_guess_nothing_is_printed_and_nothing_fails(capsys):
     [
         ({"value": 80}, 84.5, "yes", "your guess: 80; measured: 84.5: right"),
         ({"value": 50}, 84.5, "no", "0.59 times the result"),
+        ({"value": 69}, 84.5, "yes", "right"),
+        ({"value": 101}, 84.5, "yes", "right"),
+        ({"value": 67}, 84.5, "no", "0.79 times the result"),
+        ({"value": -80}, -84.5, "yes", "right"),
+        ({"value": 0}, 0, "yes", "measured: 0: right"),
         ({"low": 50, "high": 90}, 84.5, "yes", "your guess: 50 to 90; measured: 84.5: right"),
         ({"low": 50, "high": 60}, 84.5, "no", "0.65 times the result"),
         ({"value": 5}, 0, "no", "measured: 0: not right"),
@@ -38,6 +47,69 @@ def test_a_number_or_a_range_is_scored(given, measured, right, says, capsys):
     assert says in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "measured", "score"),
+    [
+        ({"value": 11.4}, 9.0, "as by hand"),
+        ({"value": 11.8}, 9.0, "as by hand"),  # who works it out may round
+        ({"value": 12.1}, 9.0, "no"),
+        ({"low": 11, "high": 12}, 9.0, "as by hand"),
+        ({"value": 11.4}, 10.0, "yes"),  # what is by hand, and near
+        ({"value": 11.4}, None, ""),
+    ],
+)
+def test_what_the_notebook_works_out_by_hand_is_no_wrong_guess(given, measured, score, capsys):
+    guesses.guess("mean", "mean of means, in %", **given)
+    guesses.answer("mean", measured, predicted=11.39)
+    assert guesses.scores().loc["mean of means, in %"]["right"] == score
+    said = "as by hand, 11.39, and this missed" in capsys.readouterr().out
+    assert said == (score == "as by hand")
+
+
+@pytest.mark.parametrize(
+    ("worth", "value", "score", "says"),
+    [
+        (0.1, 0.2, "yes", "right"),
+        (0.3, 0.0, "yes", "right"),  # both are too small to matter
+        (0.3, 0.29, "yes", "right"),
+        (0.3, 0.31, "no", "not right, since the result is too small to matter"),
+    ],
+)
+def test_what_is_too_small_to_matter_is_right_if_the_guess_is_too(
+    worth, value, score, says, capsys
+):
+    effect = paired_difference([0.0] * 3, [0.21, 0.18, 0.22], worth_telling=worth)
+    guesses.guess("loss", "loss", value)
+    guesses.answer("loss", effect)
+    row = guesses.scores().loc["loss"]
+    assert row["right"] == score and row["measured"] == 0.2033
+    assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "score"), [(1.0, "yes"), (0.96, "yes"), (1.06, "no")])
+def test_a_ratio_of_one_is_too_small_to_matter(value, score):
+    guesses.guess("time", "time", value)
+    guesses.answer("time", paired_ratio([1.0] * 3, [1.01, 1.0, 0.99], worth_telling=1.05))
+    assert guesses.scores().loc["time"]["right"] == score
+
+
+def test_what_cannot_be_told_has_no_score(capsys):
+    guesses.guess("loss", "loss", 0.2)
+    guesses.answer("loss", paired_difference([0.0] * 3, [-9.0, 0.1, 9.0], worth_telling=0.01))
+    assert guesses.scores().loc["loss"]["right"] == CANNOT_TELL
+    assert "cannot tell here, so it has no score" in capsys.readouterr().out
+
+
+def test_a_guess_is_noted_in_a_line_and_can_be_drawn(capsys):
+    guesses.guess("peak", "peak in MiB", low=50, high=90)
+    assert capsys.readouterr().out == "noted: 50 to 90 (peak in MiB)\n"
+    assert guesses.guessed("peak") == 70 and guesses.guessed("paek") is None
+    guesses.answer("peak", 84.5)
+    capsys.readouterr()
+    guesses.guess("peak", "peak in MiB", 84)
+    assert capsys.readouterr().out == "noted, after the result: 84 (peak in MiB)\n"
+
+
 def test_a_guess_after_the_result_is_taken_and_said(capsys):
     for value in (None, 84):  # Run All, then filled in
         guesses.guess("peak", "peak", value)
@@ -48,9 +120,10 @@ def test_a_guess_after_the_result_is_taken_and_said(capsys):
 
 
 def test_running_a_section_again_leaves_an_early_guess_early():
-    for low, is_early in ((80, True), (80, True), (84, False)):
-        assert guesses.guess("peak", "peak", low=low, high=90).was_early is is_early
+    for low, made in ((80, "before"), (80, "before"), (84, "after the result")):
+        guesses.guess("peak", "peak", low=low, high=90)
         guesses.answer("peak", 84.5)
+        assert guesses.scores().loc["peak"]["made"] == made
 
 
 @pytest.mark.parametrize(
@@ -89,6 +162,6 @@ def test_where_nothing_can_be_measured_the_prediction_is_shown_and_ends_the_gues
     guesses.answer("card", None, 4.0)
     guesses.guess("card", "GiB of a card", 4.2)
     guesses.answer("card", None, 4.0)
-    assert capsys.readouterr().out == "your guess: 4.2; predicted, not measured here: 4\n"
+    assert "your guess: 4.2; predicted, not measured here: 4\n" in capsys.readouterr().out
     row = guesses.scores().loc["GiB of a card"]
     assert row["made"] == "after the result" and row["right"] == ""
