@@ -29,6 +29,12 @@ EACH = pytest.mark.parametrize("name", [*CORE, *FURTHER])
 LEAK = re.compile(
     r"(?<![\w.])/(?:work|root|home|tmp|opt|Users)/\w+|site-packages|ipykernel_\d+|[A-Z]:\\\\Users"
 )
+# What one machine measured: 1.26×, needs × 8.2, 2.03 times, 12 ms, 900 tokens/s; not a 16 × 2.
+MEASURED = re.compile(
+    r"\d×(?! ?\d)|(?<!\d )(?<!million )× ?\d|\d\.\d+\s+times\b|\d (?:ms|µs)\b|"
+    r"\d tokens(?:/s|\s+per\s+second)\b"
+)
+CELLS_OF_ONE_MACHINE = 12  # it only falls, and reaches 0
 GUESS = re.compile(r'lab\.guess\(\s*"(\w+)",\s*(f?"[^"]*")\s*\)')
 CHECKED, RAISES = "nbval-check-output", ["raises-exception"]
 
@@ -108,6 +114,46 @@ def test_headings_begin_their_cells_and_sections_that_are_named_exist(name):
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     there = set(re.findall(r"^## (\w+) ·", text, re.M))
     assert set(re.findall(r"[Ss]ection (\d+|[A-Z])\b", text)) <= there
+
+
+def speaks_of_one_machine(markdown: str) -> bool:
+    """Tell whether a *Reconcile* cell has such a number outside a list and a table with a source.
+
+    A list gives outcomes with their causes; a sentence must be true of whatever the cells print.
+    """
+    rows = ("- ", "  ", "|") if "](http" in markdown else ("- ", "  ")
+    prose = [line for line in markdown.splitlines() if not line.startswith(rows)]
+    return "**Reconcile" in markdown and bool(MEASURED.search("\n".join(prose)))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("takes 1.26× as long", True),
+        ("needs × 8.2, near 8", True),
+        ("it takes 2.03\ntimes as long", True),
+        ("a step of 12 ms", True),
+        ("28,399 tokens per second", True),
+        ("1 × 32 in 16 parts, 10,000 × bf16(0.1), two times", False),
+        ("- with AMX: 3.4 times as fast, since its units multiply tiles\n  in 2 ms", False),
+        ("| A100 | 3.4× |", True),
+        ("| A100 | 3.4× |\n\n[measured](https://x.y)", False),
+    ],
+)
+def test_a_number_of_one_machine_is_found(text, is_found):
+    assert speaks_of_one_machine(f"**Reconcile.** So:\n{text}") is is_found
+    assert not speaks_of_one_machine(text)
+
+
+def test_ever_fewer_explanations_speak_of_one_machine():
+    sources = [cell.source for name in (*CORE, *FURTHER) for cell in cells(name, "markdown")]
+    assert sum(map(speaks_of_one_machine, sources)) == CELLS_OF_ONE_MACHINE  # lower it with them
+
+
+@EACH
+def test_no_cell_hides_what_a_call_returns(name):
+    for source in code_of(name).values():
+        assert not re.search(r";\s*$|^_ = |^\w+ = lab\.(guess|answer)\(", source, re.M), source
 
 
 @EACH
