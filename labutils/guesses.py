@@ -42,6 +42,13 @@ class Guess:
         return (self.low + self.high) / 2
 
     @property
+    def made(self) -> str:
+        """Before the result, or after it; empty without a guess."""
+        if self.middle is None:
+            return ""
+        return "before" if self.was_early else "after the result"
+
+    @property
     def score(self) -> str:
         """Yes, no, "as by hand" or CANNOT_TELL; empty without a guess or a result.
 
@@ -53,8 +60,8 @@ class Guess:
             return ""
         if self.effect and self.effect.verdict == CANNOT_TELL:
             return CANNOT_TELL
-        if self.effect and self.effect.verdict == TOO_SMALL:
-            is_right = self.effect.is_too_small(self.middle)
+        if self.value is not None and self.effect and self.effect.verdict == TOO_SMALL:
+            is_right = self.effect.is_too_small(self.value)
         else:
             is_right = self._is_near(self.measured, RIGHT_WITHIN)
         if is_right:
@@ -95,18 +102,10 @@ def guess(
         raise ValueError(f"{name}: a range needs both ends, low=… and high=…")
     if low is not None and low > high:
         raise ValueError(f"{name}: low is {low}, which is above high, {high}")
-    before = _guesses.get(name)
-    made = Guess(name, what, value, low, high)
-    if before is not None:
-        made.predicted, made.measured, made.effect = (
-            before.predicted,
-            before.measured,
-            before.effect,
-        )
-        is_same = (before.value, before.low, before.high) == given
-        is_open = before.measured is None and before.predicted is None
-        made.was_early = before.was_early if is_same and before else is_open
-    _guesses[name] = made
+    made = _guesses.setdefault(name, Guess(name, what))
+    if (made.value, made.low, made.high) != given:
+        made.was_early = made.measured is None and made.predicted is None
+    made.what, made.value, made.low, made.high = what, *given
     if made.middle is not None:
         late = "" if made.was_early else ", after the result"
         print(f"noted{late}: {_shown(made)} ({what})")
@@ -186,17 +185,11 @@ def scores() -> pd.DataFrame:
                 "guess / measured": _cell(_ratio(made.middle, made.measured)),
                 "predicted / measured": _cell(_ratio(made.predicted, made.measured)),
                 "right": made.score,
-                "made": _made(made),
+                "made": made.made,
             }
         )
     # object: in a column of floats pandas would show the empty fields as NaN
     return pd.DataFrame(rows, dtype=object).set_index("what") if rows else pd.DataFrame()
-
-
-def _made(made: Guess) -> str:
-    if made.middle is None:
-        return ""
-    return "before" if made.was_early else "after the result"
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:

@@ -86,9 +86,18 @@ def test_what_is_too_small_to_matter_is_right_if_the_guess_is_too(
     assert says in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("value", "score"), [(1.0, "yes"), (0.96, "yes"), (1.06, "no")])
-def test_a_ratio_of_one_is_too_small_to_matter(value, score):
-    guesses.guess("time", "time", value)
+@pytest.mark.parametrize(
+    ("given", "score"),
+    [
+        ({"value": 1.0}, "yes"),
+        ({"value": 0.96}, "yes"),
+        ({"value": 1.06}, "no"),
+        ({"low": 0.5, "high": 2}, "yes"),
+        ({"low": 0.97, "high": 0.99}, "no"),
+    ],
+)
+def test_a_ratio_of_one_is_too_small_to_matter(given, score):
+    guesses.guess("time", "time", **given)
     guesses.answer("time", paired_ratio([1.0] * 3, [1.01, 1.0, 0.99], worth_telling=1.05))
     assert guesses.scores().loc["time"]["right"] == score
 

@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -57,23 +57,19 @@ class PairedDifference:
     unit: str = ""
 
     def __str__(self) -> str:
-        pairs, (more, less, as_much) = f"{self.n_pairs} pairs", WORDS[self.of]
-        unit = f" {self.unit}" if self.unit else ""
-        if self.n_pairs < 2:
-            return f"{self.verdict}: too few pairs ({self.n_pairs}) for an interval"
+        word, less, as_much = WORDS[self.of]
+        unit, pairs = f" {self.unit}".rstrip(), f"{self.n_pairs} pairs"
+        mean, *ends = map(self._shown, (self.mean, self.low, self.high))
         if self.verdict in (TOO_SMALL, CANNOT_TELL):
             if self.noise and self.verdict == CANNOT_TELL:
                 pairs += "; equal pairs {} to {}".format(*map(self._shown, self.noise)) + unit
-            ends = f"{self._shown(self.low)} to {self._shown(self.high)}{unit}"
-            return f"{self.verdict}: {self._shown(self.mean)}{unit} ({ends}, {pairs})"
+            return f"{self.verdict}: {mean}{unit} ({ends[0]} to {ends[1]}{unit}, {pairs})"
         if as_much and not 0.5 < self.mean < 2:
-            ends = f"{self.low:.3g} to {self.high:.3g}"
-            return f"{self.mean:.3g} times {as_much} ({ends}, {pairs})"
-        mean, *ends = (self._shown(x).lstrip("+-") for x in (self.mean, self.low, self.high))
+            return f"{self.mean:.3g} times {as_much} ({self.low:.3g} to {self.high:.3g}, {pairs})"
         if self.verdict == "smaller":
-            ends.reverse()
-        word = more if self.verdict == "larger" else less
-        return f"{mean}{unit} {word} ({ends[0]} to {ends[1]}{unit}, {pairs})"
+            word, ends = less, reversed(ends)
+        mean, low, high = (number.lstrip("+-") for number in (mean, *ends))
+        return f"{mean}{unit} {word} ({low} to {high}{unit}, {pairs})"
 
     def _shown(self, number: float) -> str:
         if not self.of:
@@ -138,8 +134,9 @@ def paired_ratio(
     of_logs = paired_difference(*logs[:2], logs[2:], worth_telling=math.log(worth_telling))
     mean, low, high = map(math.exp, (of_logs.mean, of_logs.low, of_logs.high))
     noise = of_logs.noise and tuple(map(math.exp, of_logs.noise))
-    numbers = {"mean": mean, "low": low, "high": high, "noise": noise}
-    return replace(of_logs, **numbers, worth_telling=worth_telling, of=of, unit="%")
+    return PairedDifference(
+        mean, low, high, of_logs.n_pairs, noise, of_logs.verdict, worth_telling, of, unit="%"
+    )
 
 
 def interval(first: Sequence[float], second: Sequence[float]) -> tuple[int, float, float, float]:
