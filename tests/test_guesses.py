@@ -72,6 +72,7 @@ def test_what_the_notebook_works_out_by_hand_is_no_wrong_guess(given, measured, 
         (0.1, 0.2, "yes", "right"),
         (0.3, 0.0, "yes", "right"),  # both are too small to matter
         (0.3, 0.29, "yes", "right"),
+        (0.3, -0.31, "no", "not right, since the result is too small to matter"),
         (0.3, 0.31, "no", "not right, since the result is too small to matter"),
     ],
 )
@@ -92,6 +93,7 @@ def test_what_is_too_small_to_matter_is_right_if_the_guess_is_too(
         ({"value": 1.0}, "yes"),
         ({"value": 0.96}, "yes"),
         ({"value": 1.06}, "no"),
+        ({"value": 0.94}, "no"),
         ({"low": 0.5, "high": 2}, "yes"),
         ({"low": 0.97, "high": 0.99}, "no"),
     ],
