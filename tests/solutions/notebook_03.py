@@ -68,6 +68,12 @@ BLOCK = "checkpoint(residual, block, hidden, decay, use_reentrant=False)"
 CAPTURED = "checkpoint(lambda h, b=block: h + decay * b(h), hidden, use_reentrant=False)"
 MIX = "checkpoint(net.mix, net.norm(hidden), use_reentrant=False)"
 WITH_NORM = "checkpoint(lambda h: net.mix(net.norm(h)), hidden, use_reentrant=False)"
+FIRST_BLOCK_ONLY = f"{BLOCK} if decay == 1 else residual(block, hidden, decay)"
+# normalises twice, but only the first run updates the statistics
+NORM_PAUSED = f"""    net.norm.momentum = 0.1
+    output = net.head({WITH_NORM})
+    net.norm.momentum = 0.0
+    return output"""
 
 SOLUTIONS = {
     "own_checkpoint": Solution(
@@ -110,12 +116,18 @@ SOLUTIONS = {
         },
     ),
     "mended_forward": Solution(
-        right=[mended_forward],
-        wrong={"no longer checkpointed: stem, blocks, mix": lambda net, x: net.plain(x)},
+        right=[
+            mended_forward,
+            broken(mended_forward, (f"    return net.head({MIX})", NORM_PAUSED)),
+        ],
+        wrong={"stem, blocks.0, blocks.1, blocks.2, mix": lambda net, x: net.plain(x)},
         broken={
-            "stem.weight gets no gradient": [(STEM, STEM.replace("False", "True"))],
+            "Who switched autograd off": [(STEM, STEM.replace("False", "True"))],
             "gradient of blocks.0.0.weight is wrong": [(BLOCK, CAPTURED)],
-            "updated 2 times": [(MIX, WITH_NORM)],
+            "see the numbers that the first one": [("decay = decay / 2", "decay.div_(2)")],
+            "counter says 2": [(MIX, WITH_NORM)],
+            "counter says 1": [("    return", "    net.norm.momentum = 0.0\n    return")],
+            "no longer checkpointed: blocks.1, blocks.2.": [(BLOCK, FIRST_BLOCK_ONLY)],
             "no longer checkpointed: stem.": [(STEM, "net.stem(x)")],
             "not that of the network": [("decay = decay / 2", "pass")],
         },
