@@ -22,9 +22,15 @@ def amp_window(step: Step) -> Problem:
     The function is `step(model, micro_batches, optimizer, scaler, max_grad_norm)`. `micro_batches`
     is a list of (x, y) with unequal numbers of rows. The loss is the mean squared error over all
     rows. The step is run on a linear layer on the CPU: without clipping, with it, with an
-    overflow, and repeatedly.
+    overflow, and repeatedly; then over a window of another size.
     """
-    return first_problem(step, 2, 12, 1, 6)
+    if problem := first_problem(step, 2, 12, 1, 6):
+        return problem
+    problem = first_problem(step, 5, 3)
+    return problem and (
+        "right for micro-batches of 2, 12, 1 and 6 rows, but not for two of 5 and 3. Does the "
+        f"function hold a number that belongs to one window? {problem}"
+    )
 
 
 @exercise(

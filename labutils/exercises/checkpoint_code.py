@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves  # private: tensors in any nest of containers
 
 from labutils.exercises.core import Problem, exercise
 from labutils.memory.tensors import saved_for_backward
 
-EXACT = 1e-9  # relative; the trials count in float64
+EXACT = 1e-9  # relative; most trials count in float64, which autocast leaves alone
+TRIALS = ((0.0, torch.float64), (0.5, torch.float64), (0.0, torch.float32))  # dropout, dtype
 TORCH_OWN = "CheckpointFunction"  # the name of the Function inside torch's older implementation
 MISTAKES = {  # words of an error that torch raises, and what they mean here
     "incorrect number of gradients": (
         "backward returns one gradient for each argument of forward: None for the function, then "
-        "one for each input."
+        "one for each input. If backward has no `return`, it returns a single None."
     ),
     "does not require grad": (
         "the second run left no graph. Is autograd switched on in backward, and do the detached "
@@ -39,34 +41,38 @@ class Trial:
     net: nn.Module
     output: torch.Tensor
     runs: Counter  # by layer
-    kept_bytes: int  # between the passes; neither weights nor inputs that are leaves count
+    kept_bytes: int  # between the passes, without weights; of attributes only what is floating
     random_after: torch.Tensor  # numbers drawn after the backward pass
 
 
 def run(make_net: Callable[[], nn.Module], forward: Callable[[Any], torch.Tensor]) -> Trial:
-    """Run `forward(net)` and backward on a new float64 network, the same one each time.
+    """Run `forward(net)` under autocast, and backward, on a new network, the same one each time.
 
     Between the two passes and after them random numbers are drawn, as other layers would.
     """
     torch.manual_seed(0)
-    net, runs = make_net().double(), Counter()
+    net, runs = make_net(), Counter()
     for name, layer in net.named_modules():
         # before it runs: a second run may stop inside
         layer.register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
     with saved_for_backward(net) as kept:
-        output = forward(net)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = forward(net)
+        for value in tree_leaves(getattr(output.grad_fn, "__dict__", {})):  # of `ctx`
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.detach().requires_grad_().sin()  # keeps its input, so this is counted
     torch.rand(3)
     output.square().sum().backward()
     return Trial(net, output, runs, kept.total(), torch.rand(3))
 
 
-def wrong_gradient(trial: Trial, right: Trial) -> Problem:
+def wrong_gradient(trial: Trial, right: Trial, tolerance: float = EXACT) -> Problem:
     for name, parameter in right.net.named_parameters():
         gradient = trial.net.get_parameter(name).grad
         if gradient is None:
             return f"{name} gets no gradient, and nothing says so."
         error = ((gradient - parameter.grad).norm() / parameter.grad.norm()).item()
-        if error > EXACT:
+        if error > tolerance:
             return f"the gradient of {name} is wrong: relative error {error:.2g}."
     return None
 
@@ -75,24 +81,27 @@ def wrong_gradient(trial: Trial, right: Trial) -> Problem:
 
 
 class Segment(nn.Module):
-    """A function of two inputs and a mask, with weights and dropout; the inputs are with it."""
+    """A function with weights and dropout; its four inputs are with it."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.first_input = nn.Parameter(torch.randn(8, 4))
         self.second_input = nn.Parameter(torch.randn(8, 4))
         self.mask = torch.rand(8, 4) > 0.25
+        self.register_buffer("offset", torch.randn(8, 4))  # needs no gradient
         self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask, self.dropout(torch.tanh(self.linear(x)) * y), 0.0).exp()
+    def forward(self, x, y, mask, offset) -> torch.Tensor:
+        self.is_gradient_spare = offset.requires_grad  # in the last run
+        hidden = self.dropout(torch.tanh(self.linear(x)) * y + offset)
+        return torch.where(mask, hidden, 0.0).exp()
 
 
-def run_segment(apply: Callable, dropout: float) -> Trial:
-    """Run `apply(fn, x, y, mask)`: x is no leaf, y is one, and mask is boolean."""
+def run_segment(apply: Callable, dropout: float, dtype: torch.dtype) -> Trial:
+    """Run `apply(fn, x, y, mask, offset)`: x is no leaf, y is one, and mask is boolean."""
     return run(
-        lambda: Segment(dropout),
-        lambda net: apply(net, 3 * net.first_input, net.second_input, net.mask),
+        lambda: Segment(dropout).to(dtype),
+        lambda net: apply(net, 3 * net.first_input, net.second_input, net.mask, net.offset),
     )
 
 
@@ -109,13 +118,13 @@ def plain(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
 def own_checkpoint(answer: Callable) -> Problem:
     """Check `answer(fn, *inputs)`: the value and the gradients of `fn(*inputs)`, with less kept."""
     try:
-        trial, with_dropout = run_segment(answer, 0.0), run_segment(answer, 0.5)
+        trial, with_dropout, under_autocast = (run_segment(answer, *each) for each in TRIALS)
     except RuntimeError as error:
         for words, meaning in MISTAKES.items():
             if words in str(error):
                 return f"{meaning} (torch: {str(error).splitlines()[0]})"
         raise
-    right, right_with_dropout = run_segment(plain, 0.0), run_segment(plain, 0.5)
+    right, right_with_dropout, right_under_autocast = (run_segment(plain, *each) for each in TRIALS)
     if not torch.equal(trial.output, right.output):
         return "the output is not that of fn(*inputs)."
     if trial.runs["linear"] == 1:
@@ -123,7 +132,7 @@ def own_checkpoint(answer: Callable) -> Problem:
     node = trial.output.grad_fn
     if not isinstance(node, BackwardCFunction) or node.name().startswith(TORCH_OWN):
         return "the output does not come from an autograd.Function of your own."
-    spare_bytes = 8 * 32 + 32 - trial.kept_bytes  # x in float64 and the mask; y is a leaf
+    spare_bytes = 544 - trial.kept_bytes  # x and offset, 8 × 4 float64 each, and the mask
     if spare_bytes < 0:
         return f"{-spare_bytes} bytes more than the inputs are kept. Keep the inputs only."
     if problem := wrong_gradient(trial, right):
@@ -132,6 +141,17 @@ def own_checkpoint(answer: Callable) -> Problem:
         return (
             "right without dropout, wrong with it: the second run drew other masks. What belongs "
             "to a checkpoint beside the input?"
+        )
+    # right ones are 0 off, as torch's checkpoint is; a second run without autocast by 1.7e-3
+    if wrong_gradient(under_autocast, right_under_autocast, 1e-4):
+        return (
+            "right without autocast, wrong under it: the second run computed in another precision. "
+            "Backward runs outside of autocast. What does `as_now` note besides the generators?"
+        )
+    if trial.net.is_gradient_spare:
+        return (
+            "right, but in the second run each float input requires a gradient. One of them needs "
+            "none, so its gradient is computed for nothing. Ask each input for its requires_grad."
         )
     if not torch.equal(with_dropout.random_after, right_with_dropout.random_after):
         return (
@@ -155,6 +175,7 @@ class BugNet(nn.Module):
         layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
         self.blocks, self.stem, self.mix = nn.ModuleList(layers[:3]), nn.Linear(4, 8), layers[3]
         self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.double()
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """Run without checkpoints: each block counts half as much as the one before."""
@@ -177,16 +198,17 @@ def mended_forward(answer: Callable) -> Problem:
     if not torch.allclose(trial.output, right.output, rtol=EXACT):
         return "the output is not that of the network without checkpoints."
     if problem := wrong_gradient(trial, right):
+        cause = "Does the second run of a block see the numbers that the first one saw?"
+        if "no gradient" in problem:
+            cause = "Who switched autograd off, or detached?"
+        return f"{problem} {cause}"
+    layers = ["stem", "blocks.0.0", "blocks.1.0", "blocks.2.0", "mix.0"]
+    missing = [layer.removesuffix(".0") for layer in layers if trial.runs[layer] == 1]
+    evaluated, expected = (each.net.eval().plain(x) for each in (trial, right))
+    if not torch.allclose(evaluated, expected, rtol=EXACT):
         return (
-            f"{problem} Who switched autograd off, or changed the numbers that the second run of "
-            "a block sees?"
+            "the gradients are right, but the evaluation changes: one step has to update "
+            "BatchNorm's running mean and variance once. Its counter says "
+            f"{trial.net.norm.num_batches_tracked}."
         )
-    n_updates = int(trial.net.norm.num_batches_tracked)
-    if n_updates != 1:
-        return (
-            f"the statistics of BatchNorm are updated {n_updates} times in one step. So the "
-            "evaluation changes, although each gradient is right."
-        )
-    layers = {"stem": "stem", "blocks": "blocks.0.0", "mix": "mix.0"}
-    missing = [part for part, layer in layers.items() if trial.runs[layer] == 1]
     return f"right, but no longer checkpointed: {', '.join(missing)}." if missing else None

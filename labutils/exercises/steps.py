@@ -7,6 +7,7 @@ several windows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,19 +30,37 @@ class Toy:
         self.model = nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE)
-        self.dtypes = []  # of the output, for each forward pass
+        self.passes = []  # (number, rows, dtype): where one goes forward, and where back
         self.weights = []  # (5,): first, and after each optimizer step
         self.n_passes = []  # forward passes until then
+        self.is_autocast_in_backward = self.is_changed_outside = False
         self._note_step()
-        self.model.register_forward_hook(lambda _, __, output: self.dtypes.append(output.dtype))
+        self.model.register_forward_hook(self._note_forward)
+        self.optimizer.register_step_pre_hook(self._compare)
         self.optimizer.register_step_post_hook(self._note_step)
 
+    def _note_forward(self, _, __, output):
+        if output.requires_grad:
+            self.passes.append((len(self.passes), output.numel(), output.dtype))
+            output.register_hook(partial(self._note_backward, self.passes[-1]))
+
+    def _note_backward(self, forward, _):
+        self.passes.append(forward)
+        self.is_autocast_in_backward |= torch.is_autocast_enabled("cpu")
+
+    def _vector(self):
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
+
+    def _compare(self, *_):
+        self.is_changed_outside |= not torch.equal(self._vector(), self.weights[-1])
+
     def _note_step(self, *_: object) -> None:
-        self.weights.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
-        self.n_passes.append(len(self.dtypes))
+        self.weights.append(self._vector())
+        self.n_passes.append(len(set(self.passes)))
 
     def take(self, step: Step, window: Window, max_grad_norm: float = NO_CLIPPING) -> Toy:
         self.result = step(self.model, window, self.optimizer, self.scaler, max_grad_norm)
+        self._compare()
         return self
 
 
@@ -129,24 +148,45 @@ def wrong_step(toy: Toy, windows: list[Window], max_norm: float = NO_CLIPPING) -
 # ---- an FP16 step
 
 
+def wrong_passes(toy: Toy, window: Window) -> Problem:
+    passes = [each for each in toy.passes if toy.passes.count(each) > 1]  # they went backward
+    if not passes:
+        return "the function never called the model, or nothing went backward from its output."
+    most = max(len(y) for _, y in window)
+    for _, rows, dtype in passes:
+        if rows > most:
+            return (
+                f"{rows} rows went through the model at once: right, but it would need the memory "
+                "of the full batch."
+            )
+        if dtype != torch.float16:
+            return f"the layer gave {dtype}: is autocast on each time, and for which dtype?"
+    if passes != sorted(passes):
+        return (
+            "a micro-batch goes forward before the last one went backward: right, but the graphs "
+            "of both are alive then, with the memory of the full batch. Call backward each time."
+        )
+    if toy.is_autocast_in_backward:
+        return (
+            "backward runs under autocast. End the `with` block after the loss: in backward each "
+            "operation has the dtype of its forward pass anyway."
+        )
+    return None
+
+
 def problems(step: Step, window: Window) -> Iterator[tuple[str, str]]:
     """Yield (the check that fails, why) for each check that a step over a window fails."""
     toy = Toy().take(step, window)
-    if not toy.dtypes:
-        yield "products in FP16", "the function never called the model."
-    elif len(toy.dtypes) < len(window):
-        yield (
-            "products in FP16",
-            "the window went through the model at once: right, but it would need the memory of "
-            "the full batch.",
-        )
-    elif toy.dtypes[0] != torch.float16:
-        yield (
-            "products in FP16",
-            f"the layer gave {toy.dtypes[0]}: is autocast on, and for which dtype?",
-        )
+    if problem := wrong_passes(toy, window):
+        yield "products in FP16", problem
     if len(toy.weights) != 2:
         yield "the weights move", f"the optimizer stepped {len(toy.weights) - 1} times, not once."
+    elif toy.is_changed_outside:
+        yield (
+            "the weights move",
+            "the stored weights also change outside the optimizer's step. They stay in float32: "
+            "autocast makes the 16-bit copies.",
+        )
     clipped_toy = Toy().take(step, window, LOW_LIMIT)
     problem = wrong_step(toy, [window]) or wrong_step(clipped_toy, [window], LOW_LIMIT)
     if problem:

@@ -28,6 +28,14 @@ OWN_STEP = "    optimizer.step()\n"
 UPDATE = "    scaler.update()\n"
 ZERO = "    optimizer.zero_grad(set_to_none=True)\n"
 CLIP_FIRST = (UNSCALE + CLIP, CLIP + UNSCALE)
+AUTOCAST = '    with torch.autocast("cpu", dtype=torch.float16):\n'
+LOSS = "        loss = F.mse_loss(model(x).float(), y)\n"
+HALF_WEIGHTS = "    [p.data.copy_(p.half()) for p in model.parameters()]\n"
+SCALED_LIMIT = CLIP.replace("max_grad_norm)", "max_grad_norm * scaler.get_scale())")
+OWN_GRADIENTS = """    parameters = list(model.parameters())
+    for p, p.grad in zip(parameters, torch.autograd.grad(scaler.scale(loss), parameters)):
+        pass
+"""
 HALF_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "max_grad_norm / 2)"))
 
 SOLUTIONS = {
@@ -36,6 +44,12 @@ SOLUTIONS = {
             amp_step,
             broken(amp_step, (ZERO, "    model.zero_grad()\n")),
             broken(amp_step, (SCALE, "    optimizer.zero_grad()\n" + SCALE), (ZERO, "")),
+            broken(amp_step, (UNSCALE + CLIP, SCALED_LIMIT)),  # scaler.step unscales
+            broken(amp_step, (SCALE, OWN_GRADIENTS)),
+            broken(
+                amp_step, (AUTOCAST, "    with torch.no_grad():\n        model(x)\n" + AUTOCAST)
+            ),
+            broken(amp_step, (AUTOCAST, "    model(x)\n" + AUTOCAST)),  # goes nowhere
         ],
         wrong={"never called the model": lambda *_: None},
         broken={
@@ -47,6 +61,9 @@ SOLUTIONS = {
             "who updates it": [(UPDATE, "")],
             "never cleared": [(ZERO, "")],
             "cleared before the step": [(STEP, ZERO + STEP)],
+            "stored weights also change": [(STEP, STEP + HALF_WEIGHTS)],
+            "weights also change outside the optimizer's step": [(STEP, HALF_WEIGHTS + STEP)],
+            "backward runs under autocast": [(SCALE, "    " + SCALE)],
             "for which dtype": [("torch.float16", "torch.bfloat16")],
             "stepped 0 times": [(STEP, "")],
             "it raised ValueError": [(CLIP, "    raise ValueError('x')\n")],

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from tests.solutions.answers import Solution, broken
 from tests.solutions.notebook_01 import (
     CLIP,
+    HALF_WEIGHTS,
     OWN_STEP,
+    SCALED_LIMIT,
     STEP,
     UNSCALE,
     UPDATE,
@@ -50,6 +52,19 @@ def accumulation_epoch(model, batches, optimizer, grad_accum_steps, max_grad_nor
 
 SUM = ', reduction="sum") / n_rows'  # in both functions
 SCALE = "        scaler.scale(loss).backward()\n"
+LOOP = "    for x, y in micro_batches:\n"
+ONE_AUTOCAST = [  # an object, entered again for each micro-batch
+    (LOOP, '    autocast = torch.autocast("cpu", dtype=torch.float16)\n' + LOOP),
+    ('with torch.autocast("cpu", dtype=torch.float16):', "with autocast:"),
+]
+ADDED = [  # one backward pass for the sum of all losses
+    (LOOP, "    losses = []\n" + LOOP),
+    (SCALE, "        losses.append(loss)\n    scaler.scale(sum(losses)).backward()\n"),
+]
+WHOLE = "in [map(torch.cat, zip(*micro_batches))]:"
+DUMMIES = "    for x, _ in list(micro_batches):\n        model(x)\n"
+FIRST_ONLY = ("float16):", "float16, enabled=x is micro_batches[0][0]):")
+WITHOUT_GRAPH = "        with torch.no_grad():\n            model(x)\n"
 OUTER = UNSCALE + CLIP + STEP + UPDATE + ZERO
 WINDOWS = "    while window := list(islice(batches, grad_accum_steps)):\n"
 BACKWARD = "            loss.backward()\n"
@@ -85,9 +100,24 @@ ALONE = {
 
 SOLUTIONS = {
     "amp_window": Solution(
-        right=[amp_window, broken(amp_window, (SUM, ") * len(y) / n_rows"))],
+        right=[
+            amp_window,
+            broken(amp_window, (SUM, ") * len(y) / n_rows")),
+            broken(amp_window, (SUM, ', reduction="sum")'), ("(loss)", "(loss / n_rows)")),
+            broken(amp_window, (LOOP, ZERO + LOOP), (UPDATE + ZERO, UPDATE)),
+            broken(amp_window, (UNSCALE + CLIP, SCALED_LIMIT)),
+            broken(amp_window, *ONE_AUTOCAST),
+            broken(amp_window, (LOOP, LOOP + WITHOUT_GRAPH)),
+            broken(amp_window, (LOOP, LOOP.replace("micro_batches", "reversed(micro_batches)"))),
+        ],
         broken={
-            "full batch": [("in micro_batches:", "in [map(torch.cat, zip(*micro_batches))]:")],
+            "21 rows went through the model at once": [("in micro_batches:", WHOLE)],
+            "the memory of the full batch": [(LOOP, DUMMIES + LOOP), ("in micro_batches:", WHOLE)],
+            "the graphs of both are alive": ADDED,
+            "the layer gave torch.float32": [FIRST_ONLY],
+            "a number that belongs to one window": [("/ n_rows", "/ 21")],
+            "weights also change outside": [(UPDATE, UPDATE + HALF_WEIGHTS)],
+            "backward runs under autocast": [(SCALE, "    " + SCALE)],
             "the gradient grows with their number": [(SUM, ")")],
             "a mean of means": [(SUM, ") / len(micro_batches)")],
             "never divided": [(SUM, ', reduction="sum")')],

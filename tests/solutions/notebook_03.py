@@ -15,15 +15,18 @@ class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx, fn, *inputs):
         ctx.fn, ctx.state = fn, torch.get_rng_state()
+        dtype, is_on = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        ctx.autocast = torch.autocast("cpu", dtype, is_on)
         ctx.save_for_backward(*inputs)
         return fn(*inputs)
 
     @staticmethod
     def backward(ctx, gradient):
         again = [one.detach().requires_grad_(one.requires_grad) for one in ctx.saved_tensors]
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast:
             torch.set_rng_state(ctx.state)
-            ctx.fn(*again).backward(gradient)
+            output = ctx.fn(*again)
+        output.backward(gradient)
         return None, *[one.grad for one in again]
 
 
@@ -33,10 +36,19 @@ def applied(*changes):
 
 
 FORK = "torch.random.fork_rng(devices=[]), torch.enable_grad()"
+NO_AUTOCAST = (", ctx.autocast:", ":")
+# torch's own decorators note the autocast of forward, and switch it on in backward
+BY_DECORATORS = [
+    ("    def forward", "    @torch.amp.custom_fwd(device_type='cpu')\n    def forward"),
+    ("    def backward", "    @torch.amp.custom_bwd(device_type='cpu')\n    def backward"),
+    ("ctx.save_for_backward(", "ctx.x = inputs[0]; ctx.save_for_backward("),
+    NO_AUTOCAST,
+]
+FORWARD = "return fn(*inputs)"
 DETACH = "one.detach().requires_grad_(one.requires_grad)"
 RETURN = "return None, *[one.grad for one in again]"
 KEPT_TWICE = ("save_for_backward(*inputs)", "save_for_backward(*inputs, inputs[0].exp())")
-ALL_BUT_LAST = ("ctx.saved_tensors]", "ctx.saved_tensors[:3]]")
+ALL_BUT_LAST = ("ctx.saved_tensors]", "ctx.saved_tensors[:4]]")
 
 
 def residual(block, hidden, decay):
@@ -56,6 +68,12 @@ BLOCK = "checkpoint(residual, block, hidden, decay, use_reentrant=False)"
 CAPTURED = "checkpoint(lambda h, b=block: h + decay * b(h), hidden, use_reentrant=False)"
 MIX = "checkpoint(net.mix, net.norm(hidden), use_reentrant=False)"
 WITH_NORM = "checkpoint(lambda h: net.mix(net.norm(h)), hidden, use_reentrant=False)"
+FIRST_BLOCK_ONLY = f"{BLOCK} if decay == 1 else residual(block, hidden, decay)"
+# normalises twice, but only the first run updates the statistics
+NORM_PAUSED = f"""    net.norm.momentum = 0.1
+    output = net.head({WITH_NORM})
+    net.norm.momentum = 0.0
+    return output"""
 
 SOLUTIONS = {
     "own_checkpoint": Solution(
@@ -65,6 +83,7 @@ SOLUTIONS = {
                 ("ctx.save_for_backward(*inputs)", "ctx.inputs = inputs"),
                 ("saved_tensors", "inputs"),
             ),
+            applied(*BY_DECORATORS),
         ],
         wrong={
             "drew other masks": applied(("            torch.set_rng_state(ctx.state)\n", "")),
@@ -76,22 +95,39 @@ SOLUTIONS = {
             "one gradient for each argument": applied(
                 (RETURN, "return tuple(one.grad for one in again)")
             ),
-            "second_input gets": applied((RETURN, "return None, again[0].grad, None, None")),
-            "gradient of first_input is wrong": applied(("backward(gradient)", "sum().backward()")),
-            "not that of fn": applied(("return fn(*inputs)", "return fn(*inputs) + 1")),
+            "it returns a single None": applied((RETURN, RETURN[7:])),
+            "second_input gets": applied((RETURN, "return None, again[0].grad, *3 * [None]")),
+            "gradient of first_input is wrong": applied(("(gradient)\n", "(2 * gradient)\n")),
+            "not that of fn": applied((FORWARD, FORWARD + " + 1")),
             "256 bytes more than the inputs": applied(KEPT_TWICE, ALL_BUT_LAST),
+            "bytes more than the inputs are": applied(
+                (FORWARD, "ctx.output = fn(*inputs); return ctx.output")
+            ),
+            "bytes more than the inputs are kept": applied(
+                (FORWARD, "ctx.spare = [inputs[0].exp()]; return fn(*inputs)")
+            ),
+            "computed in another precision": applied(NO_AUTOCAST),
+            "One of them needs none": applied(
+                (DETACH, DETACH.replace("one.requires_grad", "one.is_floating_point()"))
+            ),
             "fn ran once": lambda fn, *inputs: fn(*inputs),
             "of your own": partial(checkpoint, use_reentrant=True),
             "autograd.Function of your own": partial(checkpoint, use_reentrant=False),
         },
     ),
     "mended_forward": Solution(
-        right=[mended_forward],
-        wrong={"no longer checkpointed: stem, blocks, mix": lambda net, x: net.plain(x)},
+        right=[
+            mended_forward,
+            broken(mended_forward, (f"    return net.head({MIX})", NORM_PAUSED)),
+        ],
+        wrong={"stem, blocks.0, blocks.1, blocks.2, mix": lambda net, x: net.plain(x)},
         broken={
-            "stem.weight gets no gradient": [(STEM, STEM.replace("False", "True"))],
+            "Who switched autograd off": [(STEM, STEM.replace("False", "True"))],
             "gradient of blocks.0.0.weight is wrong": [(BLOCK, CAPTURED)],
-            "updated 2 times": [(MIX, WITH_NORM)],
+            "see the numbers that the first one": [("decay = decay / 2", "decay.div_(2)")],
+            "counter says 2": [(MIX, WITH_NORM)],
+            "counter says 1": [("    return", "    net.norm.momentum = 0.0\n    return")],
+            "no longer checkpointed: blocks.1, blocks.2.": [(BLOCK, FIRST_BLOCK_ONLY)],
             "no longer checkpointed: stem.": [(STEM, "net.stem(x)")],
             "not that of the network": [("decay = decay / 2", "pass")],
         },

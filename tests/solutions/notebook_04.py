@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import labutils as lab
-from tests.solutions.answers import Solution
+from tests.solutions.answers import Solution, broken
 
 NOTEBOOK = "04-Memory_Profiling.ipynb"
 SECRETS = r"\b4198|\b17 sequences"  # what neither hints nor the notebook may say
@@ -53,11 +53,24 @@ WHOLE_OUTPUTS = (HOOKED, "outputs.append(three[2])")
 DETACHED_OUTPUTS = (HOOKED, "outputs.append(three[2].detach())")
 OF_ALL = ("max(outputs)", "torch.cat(outputs).max()")
 OWN_SGD = ("optimizer.step()", "[p.data.sub_(0.1 * p.grad) for p in model.parameters()]")
+AS_LIST = ("return losses, curve, max(outputs)", "return [losses, curve, max(outputs)]")
+IN_NUMPY = [
+    ("loss.item()", "loss.detach().numpy()"),
+    ("return losses, curve", "return losses, torch.tensor(curve).double().numpy()"),
+]
 
 SOLUTIONS = {
     "repair": Solution(
-        right=[repair],
+        right=[repair, broken(repair, AS_LIST), broken(repair, *IN_NUMPY)],
         broken={
+            "KiB a step. Lists of numbers": [
+                (HOOKED, "outputs.append(three[2].tolist())"),
+                ("max(outputs)", "max(map(max, sum(outputs, [])))"),
+            ],
+            "or NumPy arrays, hold": [
+                (HOOKED, "outputs.append(three[2].detach().numpy().copy())"),
+                ("max(outputs)", "max(each.max() for each in outputs)"),
+            ],
             "a graph, and no backward pass frees": [(NO_GRAD, "")],
             "holds tensors, whole": [WHOLE_OUTPUTS, OF_ALL],
             "the tensor itself stays": [DETACHED_OUTPUTS, OF_ALL],
