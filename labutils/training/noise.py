@@ -64,7 +64,7 @@ class PairedDifference:
             if self.noise and self.verdict == CANNOT_TELL:
                 pairs += "; equal pairs {} to {}".format(*map(self._shown, self.noise)) + unit
             return f"{self.verdict}, {mean}{unit} ({ends[0]} to {ends[1]}{unit}, {pairs})"
-        if as_much and not 0.5 < self.mean < 2:
+        if as_much and not 2 / 3 < self.mean < 1.5:
             return f"{self.mean:.3g} times {as_much} ({self.low:.3g} to {self.high:.3g}, {pairs})"
         if self.verdict == "smaller":
             word, ends = less, reversed(ends)
