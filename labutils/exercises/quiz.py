@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from labutils.exercises.core import Problem, exercise
+from labutils.exercises.core import Problem, exercise, is_right, letters_in, numbers_in
 
 
 @cache
@@ -21,10 +21,14 @@ def read(name: str) -> dict[str, Any]:
 def choice(name: str) -> Callable[..., None]:
     """Make an exercise of what choices.yaml says of it."""
     table = read("choices")[name]
+    answers, otherwise = table["answers"], table["otherwise"]
 
     def judge(answer: Any) -> Problem:
-        choice = answer.strip().upper() if isinstance(answer, str) else answer
-        return table["answers"].get(choice, table["otherwise"])
+        if isinstance(next(iter(answers)), str):
+            return answers.get(letters_in(answer), otherwise)
+        problems = [answers.get(number, otherwise) for number in numbers_in(answer)] or [otherwise]
+        # each number must be right; a remark stands before none
+        return min(problems, key=lambda problem: (is_right(problem), problem is None))
 
     judge.__name__, judge.__doc__ = name, table["asks"]
     return exercise(*table["hints"])(judge)
@@ -53,7 +57,7 @@ def self_test(answers: Sequence[str | None], quiz: str) -> None:
 
 def _answered(question: dict[str, Any], answer: str | None) -> str:
     """Return the question with its choices, or with the chosen one and what is to say of it."""
-    text, choices, letter = question["question"], question["choices"], str(answer).lower()
+    text, choices, letter = question["question"], question["choices"], letters_in(answer).lower()
     if letter in choices:
         verdict = "right" if letter == question["right"] else "wrong"
         chosen = choices[letter]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
+from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import labutils as lab
 from labutils import exercises
-from labutils.exercises.core import OPEN
+from labutils.exercises.core import OPEN, is_right
 from labutils.exercises.mixed_precision import CONTROL_RUNS
 from labutils.exercises.quiz import read
 from labutils.exercises.steps import judge_epoch
@@ -60,14 +64,70 @@ def test_wrong_answers_get_their_misconception(capsys, exercise):
 @pytest.mark.parametrize("exercise", CHOICES)
 def test_each_choice_hears_its_reason(capsys, exercise):
     table = read("choices")[exercise]
-    assert [answer for answer, why in table["answers"].items() if not why] == CHOICES[exercise]
-    assert verdict(capsys, exercise, "?") == f"Not yet: {table['otherwise']}"
+    assert [answer for answer, why in table["answers"].items() if is_right(why)] == CHOICES[
+        exercise
+    ]
+    for odd in ("?", "", [], {}, object(), print, True, [{}]):
+        assert verdict(capsys, exercise, odd) == f"Not yet: {table['otherwise']}"
     for answer, why in table["answers"].items():
-        assert verdict(capsys, exercise, answer) == (f"Not yet: {why}" if why else "Right.")
+        said = why or "Right."
+        assert verdict(capsys, exercise, answer) == (said if is_right(why) else f"Not yet: {why}")
 
 
-def test_a_letter_may_be_small(capsys):
-    assert verdict(capsys, "useful_del", " a") == "Right."
+@pytest.mark.parametrize(
+    ("exercise", "answer", "said"),
+    [
+        ("useful_del", " a", "Right."),
+        ("useful_del", ["A."], "Right."),
+        ("find_bug", [9], "Right."),
+        ("find_bug", torch.tensor(9), "Right."),
+        ("find_bug", "line 9", "A number needs no quotes: 9\nRight."),
+        ("products_in_backward", np.int64(34), "Right."),
+        ("leak", [6, 5], "Not yet: backward frees"),
+        ("leak", (3, 7), "Not yet: the answer is"),
+        ("leak", (3, 6), "Right. But detach the result"),
+    ],
+)
+def test_an_answer_in_another_form_is_read(capsys, exercise, answer, said):
+    assert verdict(capsys, exercise, answer).startswith(said)
+
+
+@pytest.mark.parametrize("exercise", ["amp_step", "own_checkpoint", "mended_forward", "repair"])
+@pytest.mark.parametrize("answer", ["my_function", torch.ones(2), UserDict], ids=str)
+def test_what_is_no_function_hears_what_to_write(capsys, exercise, answer):
+    assert "write its name alone" in verdict(capsys, exercise, answer)
+
+
+def test_a_function_without_return_is_told_from_an_error_in_it(capsys):
+    assert "`return` missing?" in verdict(capsys, "mended_forward", lambda net, x: None)
+    text = verdict(capsys, "mended_forward", lambda net, x: None.sum())
+    assert "it raised AttributeError: 'NoneType'" in text
+
+
+def test_warnings_are_silent_inside_a_judge(capsys, recwarn):
+    assert "Right." in verdict(capsys, "amp_step", warning_step)
+    assert not recwarn.list
+
+
+def warning_step(*arguments):
+    warnings.warn("as torch's own", stacklevel=1)
+    notebook_01.amp_step(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "last_mib"),
+    [
+        ("running_mean(mean, h)  #", "running_mean(mean, h.detach())  #", "2.25"),
+        ("running_mean(mean, h)  #", "running_mean(mean, h).detach()  #", "0.50"),
+    ],
+)
+def test_the_remark_on_the_leak_is_true(capsys, old, new, last_mib):
+    cells = code_of(notebook_04.NOTEBOOK)
+    program = cells["ex2-functions"] + "\n" + cells["ex2-record"]
+    assert old in program
+    exec(program.replace(old, new), {"torch": torch, "lab": lab, "MIB": 2**20})
+    floors = capsys.readouterr().out.splitlines()[0]
+    assert floors.endswith(f" {last_mib}")
 
 
 @pytest.mark.parametrize("exercise", exercises.EXERCISES)
