@@ -125,15 +125,3 @@ def recognised(
         if norm(answer - value) <= tolerance * norm(value):
             return misconception
     return otherwise
-
-
-def one_cause(first: Mapping, second: Mapping, problems: Mapping[str, str]) -> Problem:
-    """Return why two runs do not show the effect of the first key of `problems`, and of it alone.
-
-    `problems` has what to say if the first key is equal in both, or if another key differs.
-    """
-    cause = next(iter(problems))
-    for key, problem in problems.items():
-        if (first[key] == second[key]) == (key == cause):
-            return problem
-    return None
