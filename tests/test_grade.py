@@ -16,7 +16,7 @@ from labutils.pages import core_notebooks
 
 SETUP = "import labutils as lab"
 RUNS = "my_runs = {}"
-CHECK_RUNS = "lab.exercises.block_runs(12, 3, my_runs)"
+CHECK_RUNS = "lab.exercises.block_runs(my_runs)"
 STEP = "my_step = None"
 CHECK_STEP = "lab.exercises.amp_step(my_step)"
 RIGHT_STEP = """import torch
@@ -45,7 +45,7 @@ CLASS = {
             "from labutils import exercises as judge",
             RIGHT_STEP,
             "judge.amp_step(my_step)",
-            "judge.block_runs(n_layer=12, size=3, answer=24)",
+            "judge.block_runs(answer=24)",
         ],
         RIGHT,
     ),
@@ -62,10 +62,6 @@ CLASS = {
     ),
     "raises before": (submission(runs="my_runs = 1 / 0"), ["look at this: its cell", "right"]),
     "exits": (submission(runs="import os; os._exit(0)"), ["look at this: its cell", "right"]),
-    "other arguments": (
-        [SETUP, "lab.exercises.block_runs(2, 1, 4)", RIGHT_STEP, CHECK_STEP],
-        ["look at this: its check was called with other", "right"],
-    ),
     "cell deleted": ([SETUP, RIGHT_STEP, CHECK_STEP], ["look at this: its check was", "right"]),
     "no setup": (submission()[1:], ["look at this: its cell raised NameError"] * 2),
 }
@@ -92,7 +88,9 @@ def test_a_class_is_graded(course, tmp_path):
     write(tmp_path / "class" / "in two" / "optional.ipynb", [SETUP])
     write(tmp_path / "class" / "empty.ipynb", [])
     other = tmp_path / "another.ipynb"
-    write(other, [SETUP, "lab.exercises.nvidia_smi(3.0, 3.6, 0.5, None)"])
+    write(other, [SETUP, "lab.exercises.break_one('clipping', None)"])
+    easier = [SETUP, "lab.exercises.break_one('step count', lambda *_: [])"]
+    write(tmp_path / "class" / "other arguments" / other.name, easier)
     damaged = tmp_path / "class" / "text" / other.name
     write(damaged, [])
     damaged.write_text("no notebook")
@@ -101,8 +99,10 @@ def test_a_class_is_graded(course, tmp_path):
     looks = ["look at this", "look at this"]
     expected = {student: begins for student, (_, begins) in CLASS.items()}
     expected |= {"in two": RIGHT, "empty": looks}
-    assert set(scores.index) == {*expected, "text"}
-    assert scores.loc["text"].notna().sum() == 2 and scores.nvidia_smi["text"].startswith(looks[0])
+    assert set(scores.index) == {*expected, "text", "other arguments"}
+    assert scores.loc["text"].notna().sum() == 2 and scores.break_one["text"].startswith(looks[0])
+    easier = scores.break_one["other arguments"]
+    assert easier == "look at this: its check was called with other arguments than the course's"
     for student, begins in expected.items():
         for exercise, begin in zip(("block_runs", "amp_step"), begins, strict=True):
             assert scores.loc[student, exercise].startswith(begin), student

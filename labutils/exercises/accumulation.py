@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from labutils.exercises.core import Problem, exercise, one_cause
+from labutils.exercises.core import Problem, exercise
 from labutils.exercises.steps import Step, first_problem, judge_epoch
 
 
@@ -73,8 +73,18 @@ def accumulation_control(answer: tuple[dict, dict]) -> Problem:
 
     A run is {"n", "m", "rate", "tokens", "seeds"}: a window of n micro-batches with m sequences.
     """
-    if isinstance(answer, dict):
-        return "this is one run; the answer is two: (run_a, run_b)."
+    try:
+        first, second = (
+            {**run, "batch": run["n"] * run["m"], "seeds": {*run["seeds"]}} for run in answer
+        )
+        least = min(run[key] for run in answer for key in ("n", "m", "rate", "tokens"))
+    except (KeyError, TypeError, ValueError):
+        least = 0
+    if least <= 0:
+        return (
+            "the answer is two runs, (run_a, run_b). Each is a dictionary: n, m, rate and tokens "
+            "are numbers above 0, and seeds is a list."
+        )
     problems = {
         "n": "both runs accumulate equally, so they cannot show what accumulation does.",
         "batch": "their batches differ, so the size of the batch could be the cause. Accumulation "
@@ -83,11 +93,13 @@ def accumulation_control(answer: tuple[dict, dict]) -> Problem:
         "tokens": "they see unequal numbers of tokens: the longer run has learned from more text.",
         "seeds": "their seeds differ, so weights and order of the text differ: these are no pairs.",
     }
-    first, second = ({"batch": run["n"] * run["m"], **run} for run in answer)
-    if problem := one_cause(first, second, problems):
-        return problem
+    for key, problem in problems.items():
+        if (first[key] == second[key]) == (key == "n"):
+            return problem
     if 1 not in (first["n"], second["n"]):
         return "both runs accumulate. The control is the run that does not."
-    if len(set(first["seeds"])) < 5:
+    if first["tokens"] < 32 * first["batch"]:
+        return "with so few tokens a run takes no step: a sequence of section 5 has 32 tokens."
+    if len(first["seeds"]) < 5:
         return "too few seeds: with fewer than five pairs, equal signs come by chance too often."
     return None

@@ -1,7 +1,8 @@
 """What every exercise shares: its hints, its verdict, and the file for whoever grades.
 
 An exercise is a function that judges an answer, its last argument. It returns the misconception
-that the answer shows, or None if the answer is right. No answer is printed.
+that the answer shows. If the answer is right, it returns None, or "Right." and a remark. No answer
+is printed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import functools
 import inspect
 import json
 import os
+import re
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ VERDICTS = "LABUTILS_VERDICTS"  # names a file: each verdict is appended to it, 
 OPEN = "Open: replace None by your answer and run the cell again."
 EXERCISES: dict[str, tuple[str, ...]] = {}  # their hints
 
-Problem = str | None  # a misconception; None if the answer is right
+Problem = str | None  # a misconception; None, or "Right." and a remark, if the answer is right
 Judge = Callable[..., Problem]
 
 
@@ -39,14 +43,14 @@ def exercise(*hints: str) -> Callable[[Judge], Callable[..., None]]:
         def check(*arguments: object, **named: object) -> None:
             *given, answer = signature.bind(*arguments, **named).args
             try:
-                with torch.random.fork_rng(devices=[]):
+                with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
                     problem = None if answer is None else judge(*given, answer)
             except Exception as error:  # whatever the reader's answer raises is the verdict
-                problem = f"it raised {type(error).__name__}: {error}"
+                problem = what_raised(error, answer)
             if answer is None:
                 verdict, text = "open", OPEN
-            elif problem is None:
-                verdict, text = "right", "Right."
+            elif is_right(problem):
+                verdict, text = "right", problem or "Right."
             else:
                 verdict, text = f"wrong: {problem}", f"Not yet: {problem}"
             print(text)
@@ -73,7 +77,41 @@ def hint(exercise: str, number: int = 1) -> None:
     print(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
 
 
-# ---- judges that several exercises share
+# ---- what several exercises share
+
+
+def what_raised(error: Exception, answer: Any) -> str:
+    """Return what an error means that a judge met when it used the answer, or its result."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if frame.f_globals.get("__name__", "").startswith("labutils."):  # not in the reader's own code
+        if isinstance(answer, type) or "is not callable" in str(error):
+            return (
+                "the answer is a function: write its name alone, without quotes and without (). "
+                "Of a torch.autograd.Function it is its `.apply`."
+            )
+        if "NoneType" in str(error):
+            return "your function returned None. Is the line with `return` missing?"
+    return f"it raised {type(error).__name__}: {error}"
+
+
+def is_right(problem: Problem) -> bool:
+    return problem is None or problem.startswith("Right.")
+
+
+def numbers_in(answer: Any) -> list[float]:
+    """Return the numbers of an answer: of 14, "line 14", tensor(14), or of a list of such."""
+    plain = answer.tolist() if hasattr(answer, "tolist") else answer
+    text = re.sub(r"(?<=\d)[,_](?=\d{3})", "", str(plain))  # 4,198 is one number
+    found = re.findall(r"(?<![\w.])-?\d+(?!x\w)(?:\.\d+)?(?:e[+-]?\d+)?", text)  # not 0x7f12
+    numbers = [float(number) for number in found]
+    if isinstance(answer, str) and numbers:
+        print(f"A number needs no quotes: {numbers[0]:g}")
+    return numbers
+
+
+def letters_in(answer: Any) -> str:
+    """Return the letters A to E of an answer: "BC" of "b, c", "B and C" or ("B", "C")."""
+    return "".join(re.findall(r"\b[A-E]{1,2}\b", str(answer).upper()))
 
 
 def recognised(
@@ -87,15 +125,3 @@ def recognised(
         if norm(answer - value) <= tolerance * norm(value):
             return misconception
     return otherwise
-
-
-def one_cause(first: Mapping, second: Mapping, problems: Mapping[str, str]) -> Problem:
-    """Return why two runs do not show the effect of the first key of `problems`, and of it alone.
-
-    `problems` has what to say if the first key is equal in both, or if another key differs.
-    """
-    cause = next(iter(problems))
-    for key, problem in problems.items():
-        if (first[key] == second[key]) == (key == cause):
-            return problem
-    return None

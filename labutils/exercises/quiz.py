@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from labutils.exercises.core import Problem, exercise
+from labutils.exercises.core import Problem, exercise, is_right, letters_in, numbers_in
 
 
 @cache
@@ -18,16 +19,51 @@ def read(name: str) -> dict[str, Any]:
     return yaml.safe_load(text)
 
 
-def choice(name: str) -> Callable[..., None]:
-    """Make an exercise of what choices.yaml says of it."""
+def problem_of(
+    number: float, table: Mapping[str, Any], of_others: Callable[[float], str] | None = None
+) -> Problem:
+    """Return what a table of choices.yaml says of a number; see `choice`."""
+    for value, problem in table["answers"].items():
+        if abs(number - value) <= table.get("tolerance", 0) * abs(value):
+            return problem
+    if of_others and number in range(1, 101):
+        return of_others(number)
+    return table["otherwise"]
+
+
+def choice(name: str, of_others: Callable[[float], str] | None = None) -> Callable[..., None]:
+    """Make an exercise of what choices.yaml says of it.
+
+    `of_others` says what any other whole number from 1 to 100 hears.
+    """
     table = read("choices")[name]
+    answers, otherwise = table["answers"], table["otherwise"]
 
     def judge(answer: Any) -> Problem:
-        choice = answer.strip().upper() if isinstance(answer, str) else answer
-        return table["answers"].get(choice, table["otherwise"])
+        if isinstance(next(iter(answers)), str):
+            letters = letters_in(answer)
+            return answers.get(letters, answers.get(letters[::-1], otherwise))
+        problems = [problem_of(number, table, of_others) for number in numbers_in(answer)]
+        # each number must be right; a remark stands before none
+        ranked = sorted(problems, key=lambda problem: (is_right(problem), problem is None))
+        return ranked[0] if ranked else otherwise
 
     judge.__name__, judge.__doc__ = name, table["asks"]
     return exercise(*table["hints"])(judge)
+
+
+def peak_of_segments(n: float) -> str:
+    few_or_many = "few" if n < 20 else "many"
+    return (
+        f"{n + 4 * math.ceil(100 / n):g} inputs at the peak; there is a smaller sum. "
+        f"Are there too {few_or_many} segments?"
+    )
+
+
+def peak_of_batch(n: float) -> str:
+    needed = 500 + 200 * n
+    comparison = "that is over the budget." if needed > 4096 else "one more fits."
+    return f"{n:g} sequences need {needed:g}: {comparison}"
 
 
 find_bug = choice("find_bug")
@@ -35,6 +71,13 @@ accumulation_request = choice("accumulation_request")
 leak = choice("leak")
 products_in_backward = choice("products_in_backward")
 useful_del = choice("useful_del")
+scaler_log = choice("scaler_log")
+control_runs = choice("control_runs")
+swiglu_kept = choice("swiglu_kept")
+block_runs = choice("block_runs")
+best_segments = choice("best_segments", peak_of_segments)
+nvidia_smi = choice("nvidia_smi")
+largest_batch = choice("largest_batch", peak_of_batch)
 
 
 def self_test(answers: Sequence[str | None], quiz: str) -> None:
@@ -53,7 +96,7 @@ def self_test(answers: Sequence[str | None], quiz: str) -> None:
 
 def _answered(question: dict[str, Any], answer: str | None) -> str:
     """Return the question with its choices, or with the chosen one and what is to say of it."""
-    text, choices, letter = question["question"], question["choices"], str(answer).lower()
+    text, choices, letter = question["question"], question["choices"], letters_in(answer).lower()
     if letter in choices:
         verdict = "right" if letter == question["right"] else "wrong"
         chosen = choices[letter]

@@ -26,9 +26,9 @@ def two_clocks(operations):
 
 def lost_below(weight, dtype, direction):
     mantissa, exponent = math.frexp(weight)
-    spacing = torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
-    is_power_of_two = mantissa == 0.5
-    return spacing / 4 if is_power_of_two and direction < 0 else spacing / 2
+    is_nearer = mantissa == 0.5 and direction < 0  # below a power of two
+    spacing = 2.0 ** (exponent - 1 - is_nearer)
+    return torch.finfo(dtype).eps * max(spacing, torch.finfo(dtype).smallest_normal) / 2
 
 
 def keeping(*shapes):
@@ -43,7 +43,7 @@ def keeping(*shapes):
     return policy
 
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 QKV, PROJ, UP = (128, 384), (128, 128), (128, 512)
 BLOCK = names_of(
     "checkpointing",
@@ -100,6 +100,7 @@ CELLS = [
                 lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro,
             ],
             wrong={
+                " 75 % off": lambda mean, n, n_window, n_micro: mean * n / 4,
                 " 67 % off": lambda mean, n, n_window, n_micro: mean * n / n_window,
                 " 419 % off": lambda mean, n, n_window, n_micro: mean,
                 " 200 % off": lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro**2,
@@ -146,10 +147,18 @@ CELLS = [
         {"torch": torch},
         Solution(
             right=[lost_below],
-            wrong={
-                "high for 0.375": lambda weight, dtype, direction: torch.finfo(dtype).eps / 2,
-                "high for 1.5 in torch.float16": lambda w, _, up: lost_below(w, BF16, up),
-                "high for 1.0 in torch.bfloat16, direction -1": lambda *w: lost_below(*w[:2], 1),
+            broken={
+                "high for 0.375": [("2.0 ** (exponent - 1 - is_nearer)", "1.0")],
+                "high for 1.5 in torch.float16": [("finfo(dtype)", "finfo(torch.bfloat16)")],
+                "high for 1.0 in torch.bfloat16, direction -1": [("direction < 0", "False")],
+                "low for 0.375 in torch.bfloat16, direction -1": [("mantissa == 0.5 and ", "")],
+                "high for 0.5 in torch.bfloat16, direction -1": [
+                    ("mantissa == 0.5", "weight == 1")
+                ],
+                "low for 9.5": [("max(spacing, torch.finfo(dtype).smallest_normal)", "spacing")],
+                "torch.float16, direction -1": [
+                    ("smallest_normal)", "smallest_normal / (1 + is_nearer))")
+                ],
             },
         ),
     ),

@@ -55,6 +55,8 @@ def test_a_solution_is_right_if_its_twin_learns(capstone, capsys, monkeypatch, c
         ({"optimizer": "adamw_8bit"}, "largest part of the bytes is activations"),
         (AUTOCAST | {"micro_batch_size": 1, "precision": "fp32"}, "takes too long"),
         (STALLED, "32 % of the weights stall"),
+        (STALLED | {"optimizer": "sgd"}, "32 % of the weights stall"),
+        (AUTOCAST | {"micro_batch_size": 3}, "micro_batch_size"),
         ({"learning_rate": 1e-3}, "the task itself: learning_rate"),
     ],
     ids=str,
