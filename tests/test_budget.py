@@ -16,8 +16,8 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (49_100, 8_100),
-    "tests": (41_210, 6_170),
+    "labutils": (49_660, 8_120),
+    "tests": (42_830, 6_450),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_080  # README, INSTRUCTORS and the package's README
