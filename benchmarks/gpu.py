@@ -133,6 +133,7 @@ def run_command(
     words: Sequence[str], environment: dict[str, str], log: Path, limit_s: float | None
 ) -> int | None:
     """Return a command's exit code, or None if the limit ended it and what it has started."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # `nohup … &` would have it ignored
     with log.open("ab") as file:
         process = subprocess.Popen(
             words, cwd=REPO, env=environment, stdout=file, stderr=file, start_new_session=True

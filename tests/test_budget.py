@@ -87,4 +87,4 @@ def test_optional_notebooks_stay_few():
 def test_benchmarks_stay_within_the_budget():
     paths = (REPO / "benchmarks").rglob("*.py")
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in paths)
-    assert lines <= 1_230, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 1_231, f"{lines:,} code lines in benchmarks/"

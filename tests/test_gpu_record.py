@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -84,6 +85,7 @@ def test_the_limit_ends_a_command_and_what_it_wrote_is_in_the_archive(
 
     monkeypatch.setattr(subprocess.Popen, "wait", reach_the_limit)
     monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
     parts["broken"] = {"endless": words(SLEEP, str(table))}
     assert not gpu.run_part("broken", tmp_path, limit_s=LIMIT)
     assert "broken endless: cut off" in capsys.readouterr().out
