@@ -75,15 +75,18 @@ def accumulation_control(answer: tuple[dict, dict]) -> Problem:
     """
     try:
         first, second = (
-            {**run, "batch": run["n"] * run["m"], "seeds": {*run["seeds"]}} for run in answer
+            {**run, "batch": run["n"] * run["m"], "seeds": {*map(float, run["seeds"])}}
+            for run in answer
         )
         least = min(run[key] for run in answer for key in ("n", "m", "rate", "tokens"))
+        if any(run[key] % 1 for run in answer for key in ("n", "m")):
+            least = 0
     except (KeyError, TypeError, ValueError):
         least = 0
     if least <= 0:
         return (
-            "the answer is two runs, (run_a, run_b). Each is a dictionary: n, m, rate and tokens "
-            "are numbers above 0, and seeds is a list."
+            "the answer is two runs, (run_a, run_b). Each is a dictionary: n and m are whole "
+            "numbers, rate and tokens are numbers above 0, and seeds is a list."
         )
     problems = {
         "n": "both runs accumulate equally, so they cannot show what accumulation does.",

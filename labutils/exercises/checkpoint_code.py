@@ -16,7 +16,13 @@ from labutils.exercises.core import Problem, exercise
 from labutils.memory.tensors import saved_for_backward
 
 EXACT = 1e-9  # relative; most trials count in float64, which autocast leaves alone
-TRIALS = ((0.0, torch.float64), (0.5, torch.float64), (0.0, torch.float32))  # dropout, dtype
+# dropout, dtype, and whether autocast is on
+TRIALS = (
+    (0.0, torch.float64, True),
+    (0.5, torch.float64, True),
+    (0.0, torch.float32, True),
+    (0.0, torch.float32, False),
+)
 TORCH_OWN = "CheckpointFunction"  # the name of the Function inside torch's older implementation
 MISTAKES = {  # words of an error that torch raises, and what they mean here
     "incorrect number of gradients": (
@@ -45,7 +51,9 @@ class Trial:
     random_after: torch.Tensor  # numbers drawn after the backward pass
 
 
-def run(make_net: Callable[[], nn.Module], forward: Callable[[Any], torch.Tensor]) -> Trial:
+def run(
+    make_net: Callable[[], nn.Module], forward: Callable[[Any], torch.Tensor], is_cast: bool = True
+) -> Trial:
     """Run `forward(net)` under autocast, and backward, on a new network, the same one each time.
 
     Between the two passes and after them random numbers are drawn, as other layers would.
@@ -56,7 +64,7 @@ def run(make_net: Callable[[], nn.Module], forward: Callable[[Any], torch.Tensor
         # before it runs: a second run may stop inside
         layer.register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
     with saved_for_backward(net) as kept:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, is_cast):
             output = forward(net)
         for value in tree_leaves(getattr(output.grad_fn, "__dict__", {})):  # of `ctx`
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -97,11 +105,12 @@ class Segment(nn.Module):
         return torch.where(mask, hidden, 0.0).exp()
 
 
-def run_segment(apply: Callable, dropout: float, dtype: torch.dtype) -> Trial:
+def run_segment(apply: Callable, dropout: float, dtype: torch.dtype, is_cast: bool) -> Trial:
     """Run `apply(fn, x, y, mask, offset)`: x is no leaf, y is one, and mask is boolean."""
     return run(
         lambda: Segment(dropout).to(dtype),
         lambda net: apply(net, 3 * net.first_input, net.second_input, net.mask, net.offset),
+        is_cast,
     )
 
 
@@ -118,13 +127,13 @@ def plain(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
 def own_checkpoint(answer: Callable) -> Problem:
     """Check `answer(fn, *inputs)`: the value and the gradients of `fn(*inputs)`, with less kept."""
     try:
-        trial, with_dropout, under_autocast = (run_segment(answer, *each) for each in TRIALS)
+        trial, with_dropout, *in_float32 = (run_segment(answer, *each) for each in TRIALS)
     except RuntimeError as error:
         for words, meaning in MISTAKES.items():
             if words in str(error):
                 return f"{meaning} (torch: {str(error).splitlines()[0]})"
         raise
-    right, right_with_dropout, right_under_autocast = (run_segment(plain, *each) for each in TRIALS)
+    right, right_with_dropout, *right_in_float32 = (run_segment(plain, *each) for each in TRIALS)
     if not torch.equal(trial.output, right.output):
         return "the output is not that of fn(*inputs)."
     if trial.runs["linear"] == 1:
@@ -143,10 +152,10 @@ def own_checkpoint(answer: Callable) -> Problem:
             "to a checkpoint beside the input?"
         )
     # right ones are 0 off, as torch's checkpoint is; a second run without autocast by 1.7e-3
-    if wrong_gradient(under_autocast, right_under_autocast, 1e-4):
+    if any(map(wrong_gradient, in_float32, right_in_float32, (1e-4, 1e-4))):
         return (
-            "right without autocast, wrong under it: the second run computed in another precision. "
-            "Backward runs outside of autocast. What does `as_now` note besides the generators?"
+            "the second run computed in another precision than the first, which ran once under "
+            "autocast and once without. What does `as_now` note besides the generators?"
         )
     if trial.net.is_gradient_spare:
         return (

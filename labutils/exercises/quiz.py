@@ -43,7 +43,10 @@ def choice(name: str, of_others: Callable[[float], str] | None = None) -> Callab
         if isinstance(next(iter(answers)), str):
             letters = letters_in(answer)
             return answers.get(letters, answers.get(letters[::-1], otherwise))
-        problems = [problem_of(number, table, of_others) for number in numbers_in(answer)]
+        numbers = numbers_in(answer)
+        problems = [problem_of(number, table, of_others) for number in numbers]
+        if isinstance(answer, str) and len(numbers) > 1 and not all(map(is_right, problems)):
+            return "that text has several numbers. Write the one that you mean, without words."
         # each number must be right; a remark stands before none
         ranked = sorted(problems, key=lambda problem: (is_right(problem), problem is None))
         return ranked[0] if ranked else otherwise

@@ -30,6 +30,7 @@ ZERO = "    optimizer.zero_grad(set_to_none=True)\n"
 CLIP_FIRST = (UNSCALE + CLIP, CLIP + UNSCALE)
 AUTOCAST = '    with torch.autocast("cpu", dtype=torch.float16):\n'
 LOSS = "        loss = F.mse_loss(model(x).float(), y)\n"
+IF_SCALE_STAYS = "    if scaler.get_scale() == 256:\n        optimizer.zero_grad()\n"
 HALF_WEIGHTS = "    [p.data.copy_(p.half()) for p in model.parameters()]\n"
 SCALED_LIMIT = CLIP.replace("max_grad_norm)", "max_grad_norm * scaler.get_scale())")
 OWN_GRADIENTS = """    parameters = list(model.parameters())
@@ -64,6 +65,10 @@ SOLUTIONS = {
             "stored weights also change": [(STEP, STEP + HALF_WEIGHTS)],
             "weights also change outside the optimizer's step": [(STEP, HALF_WEIGHTS + STEP)],
             "backward runs under autocast": [(SCALE, "    " + SCALE)],
+            "after an overflow inf stays": [(ZERO, IF_SCALE_STAYS)],
+            "after a clean step the scale went from 256 to 128": [
+                (UPDATE, "    scaler.update(scaler.get_scale() / 2)\n")
+            ],
             "for which dtype": [("torch.float16", "torch.bfloat16")],
             "stepped 0 times": [(STEP, "")],
             "it raised ValueError": [(CLIP, "    raise ValueError('x')\n")],

@@ -107,6 +107,9 @@ SOLUTIONS = {
                 (FORWARD, "ctx.spare = [inputs[0].exp()]; return fn(*inputs)")
             ),
             "computed in another precision": applied(NO_AUTOCAST),
+            "once under autocast and once without": applied(
+                ("ctx.autocast:", 'torch.autocast("cpu", torch.bfloat16):')
+            ),
             "One of them needs none": applied(
                 (DETACH, DETACH.replace("one.requires_grad", "one.is_floating_point()"))
             ),

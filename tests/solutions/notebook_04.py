@@ -78,6 +78,7 @@ SOLUTIONS = {
             "stepped 0 times": [OWN_SGD],
             "three things": [("return losses, curve, max(outputs)", "return losses")],
             "largest output": [("max(outputs)", "outputs[0]")],
+            "of held-out data": [(HOOKED, f"{HOOKED} if torch.is_grad_enabled() else None")],
         },
     ),
     "planned_peak": replace(

@@ -100,6 +100,7 @@ CELLS = [
                 lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro,
             ],
             wrong={
+                "nan % off": lambda mean, *_: mean * float("nan"),
                 " 75 % off": lambda mean, n, n_window, n_micro: mean * n / 4,
                 " 67 % off": lambda mean, n, n_window, n_micro: mean * n / n_window,
                 " 419 % off": lambda mean, n, n_window, n_micro: mean,
@@ -155,6 +156,8 @@ CELLS = [
                 "high for 0.5 in torch.bfloat16, direction -1": [
                     ("mantissa == 0.5", "weight == 1")
                 ],
+                "high for 2.0": [("mantissa == 0.5", "weight in (1.0, 0.5)")],
+                "high for 9.5": [("torch.finfo(dtype).smallest_normal)", "2.0**-14)")],
                 "low for 9.5": [("max(spacing, torch.finfo(dtype).smallest_normal)", "spacing")],
                 "torch.float16, direction -1": [
                     ("smallest_normal)", "smallest_normal / (1 + is_nearer))")

@@ -58,6 +58,7 @@ def test_a_solution_is_right_if_its_twin_learns(capstone, capsys, monkeypatch, c
         (STALLED | {"optimizer": "sgd"}, "32 % of the weights stall"),
         (AUTOCAST | {"micro_batch_size": 3}, "micro_batch_size"),
         ({"learning_rate": 1e-3}, "the task itself: learning_rate"),
+        (AUTOCAST | {"seed": 1}, "the task itself: seed"),
     ],
     ids=str,
 )
