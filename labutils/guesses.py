@@ -60,10 +60,11 @@ class Guess:
             return ""
         if self.effect and self.effect.verdict == CANNOT_TELL:
             return CANNOT_TELL
-        if self.value is not None and self.effect and self.effect.verdict == TOO_SMALL:
-            is_right = self.effect.is_too_small(self.value)
-        else:
-            is_right = self._is_near(self.measured, RIGHT_WITHIN)
+        is_right = self._is_near(self.measured, RIGHT_WITHIN)
+        if self.effect and self.effect.verdict == TOO_SMALL:
+            ends = (self.value,) if self.low is None else (self.low, self.high)
+            is_right &= self.low is not None
+            is_right |= all(map(self.effect.is_too_small, ends))
         if is_right:
             return "yes"
         is_by_hand = self.predicted is not None and self._is_near(self.predicted, BY_HAND_WITHIN)
@@ -144,7 +145,7 @@ def answer(
     if made.measured is not None:
         print(f"your guess{late}: {_shown(made)}; measured: {made.measured:.4g}: {_verdict(made)}")
     elif made.predicted is not None:  # a prediction is no result: no verdict, no score
-        print(f"your guess: {_shown(made)}; predicted, not measured here: {made.predicted:.4g}")
+        print(f"your guess{late}: {_shown(made)}; no result here, predicted: {made.predicted:.4g}")
 
 
 def _verdict(made: Guess) -> str:

@@ -16,8 +16,8 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (49_660, 8_120),
-    "tests": (42_830, 6_450),
+    "labutils": (49_860, 8_145),
+    "tests": (42_940, 6_475),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_080  # README, INSTRUCTORS and the package's README

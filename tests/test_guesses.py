@@ -95,7 +95,8 @@ def test_what_is_too_small_to_matter_is_right_if_the_guess_is_too(
         ({"value": 1.06}, "no"),
         ({"value": 0.94}, "no"),
         ({"low": 0.5, "high": 2}, "yes"),
-        ({"low": 0.97, "high": 0.99}, "no"),
+        ({"low": 0.97, "high": 0.99}, "yes"),  # all of it is too small
+        ({"low": 0.94, "high": 0.99}, "no"),
     ],
 )
 def test_a_ratio_of_one_is_too_small_to_matter(given, score):
@@ -173,6 +174,6 @@ def test_where_nothing_can_be_measured_the_prediction_is_shown_and_ends_the_gues
     guesses.answer("card", None, 4.0)
     guesses.guess("card", "GiB of a card", 4.2)
     guesses.answer("card", None, 4.0)
-    assert "your guess: 4.2; predicted, not measured here: 4\n" in capsys.readouterr().out
+    assert "4.2; no result here, predicted: 4\n" in capsys.readouterr().out
     row = guesses.scores().loc["GiB of a card"]
     assert row["made"] == "after the result" and row["right"] == ""

@@ -31,7 +31,7 @@ T_95 = (
 WORDS = {
     "": ("more", "less", ""),
     "time": ("slower", "less time", "as long"),
-    "speed": ("faster", "slower", "as fast"),
+    "speed": ("", "", "as fast"),  # always so: 25 % more time is 20 % less speed
     "size": ("larger", "smaller", "as large"),
 }
 
@@ -58,24 +58,30 @@ class PairedDifference:
 
     def __str__(self) -> str:
         word, less, as_much = WORDS[self.of]
-        unit, pairs = f" {self.unit}".rstrip(), f"{self.n_pairs} pairs"
-        mean, *ends = map(self._shown, (self.mean, self.low, self.high))
-        if self.verdict in (TOO_SMALL, CANNOT_TELL):
-            if self.noise and self.verdict == CANNOT_TELL:
-                pairs += "; equal pairs {} to {}".format(*map(self._shown, self.noise)) + unit
-            return f"{self.verdict}, {mean}{unit} ({ends[0]} to {ends[1]}{unit}, {pairs})"
-        if as_much and not 2 / 3 < self.mean < 1.5:
-            return f"{self.mean:.3g} times {as_much} ({self.low:.3g} to {self.high:.3g}, {pairs})"
-        if self.verdict == "smaller":
-            word, ends = less, reversed(ends)
-        mean, low, high = (number.lstrip("+-") for number in (mean, *ends))
-        return f"{mean}{unit} {word} ({low} to {high}{unit}, {pairs})"
+        is_told = self.verdict in ("larger", "smaller")
+        is_far = not 2 / 3 < self.mean < 1.5 or self.high > 3
+        is_times = bool(as_much) and (not word or is_far)
+        unit = "" if is_times or not self.unit else f" {self.unit}"
+        numbers = (self.mean, self.low, self.high, *(self.noise or ()))
+        mean, low, high, *noise = (self._shown(number, is_times) for number in numbers)
+        pairs = f"{self.n_pairs} pairs"
+        if noise and not is_told:
+            pairs += f"; equal pairs {noise[0]} to {noise[1]}{unit}"
+        if is_told and not is_times:
+            if self.verdict == "smaller":
+                word, low, high = less, high, low
+            mean, low, high = (number.lstrip("+-") for number in (mean, low, high))
+            return f"{mean}{unit} {word} ({low} to {high}{unit}, {pairs})"
+        mean = f"{mean} times {as_much}" if is_times else f"{mean}{unit}"
+        return f"{'' if is_told else self.verdict + ', '}{mean} ({low} to {high}{unit}, {pairs})"
 
-    def _shown(self, number: float) -> str:
+    def _shown(self, number: float, is_times: bool) -> str:
+        if is_times:
+            return f"{number:.3g}"
         if not self.of:
             return f"{round(number, 12) + 0.0:+.3g}"  # neither a rounding error nor -0
-        percent = 100 * (number - 1)
-        return f"{percent:+.0f}" if abs(percent) >= 10 else f"{percent:+.2g}"
+        percent, more = round(100 * (number - 1), 9) + 0.0, int(self.high - self.low < 0.01)
+        return f"{percent:+.{more}f}" if abs(percent) >= 10 else f"{percent:+.{2 + more}g}"
 
     def is_too_small(self, number: float) -> bool:
         """Return whether a difference, or a ratio, of this size would be too small to matter."""

@@ -59,16 +59,24 @@ def test_what_is_seen_has_one_of_four_words(worth, noise, verdict):
     [
         (1.26, {}, "26 % slower (25 to 27 %, 5 pairs)"),
         (0.74, {}, "26 % less time (25 to 27 %, 5 pairs)"),
-        (1.005, {}, "too small to matter, +0.5 % (-0.26 to +1.3 %, 5 pairs)"),
+        (
+            1.005,
+            {},
+            "too small to matter, +0.5 % (-0.26 to +1.3 %, 5 pairs; equal pairs -0.88 to +0.88 %)",
+        ),
+        (1.06, {"of": "speed"}, "1.06 times as fast (1.05 to 1.07, 5 pairs)"),
+        (2.0, {"by": 80}, "cannot tell here, 1.84 times as long (1.04 to 3.23, 5 pairs; equal"),
         (0.0257, {"of": "speed"}, "0.0257 times as fast (0.0255 to 0.0259, 5 pairs)"),
         (6.0, {}, "6 times as long (5.95 to 6.05, 5 pairs)"),
         (0.74, {"of": "size"}, "26 % smaller (25 to 27 %, 5 pairs)"),
     ],
 )
 def test_a_ratio_is_said_in_a_sentence(factor, options, says):
-    second = [factor * (1 + x) for x in (0.01, -0.005, 0, -0.005, 0.00005)]
-    equal = [1.0] * 5, [1.01, 0.99, 1.0, 1.0, 1.0]
-    assert str(paired_ratio([1.0] * 5, second, equal, worth_telling=1.05, **options)) == says
+    given = {"worth_telling": 1.05, "by": 1.0} | options
+    spread = given.pop("by")
+    second = [factor * (1 + spread * x) for x in (0.01, -0.005, 0, -0.005, 0.00005)]
+    equal = [1.0] * 5, [1 + spread * x for x in (0.01, -0.01, 0, 0, 0)]
+    assert str(paired_ratio([1.0] * 5, second, equal, **given)).startswith(says)
 
 
 def test_a_difference_is_said_with_its_unit_and_noise_where_it_decides():
@@ -81,7 +89,7 @@ def test_a_difference_is_said_with_its_unit_and_noise_where_it_decides():
     assert said(5.0, 5.1, 5.3) == "0.967 nats less (0.823 to 1.11 nats, 3 pairs)"
     noise = "equal pairs -0.248 to +0.248 nats"
     assert said(6.1, 6.2, 6.3) == f"{CANNOT_TELL}, +0.1 nats (+0.1 to +0.1 nats, 3 pairs; {noise})"
-    assert said(6.0, 6.1, 6.2) == f"{TOO_SMALL}, +0 nats (+0 to +0 nats, 3 pairs)"
+    assert said(6.0, 6.1, 6.2) == f"{TOO_SMALL}, +0 nats (+0 to +0 nats, 3 pairs; {noise})"
     assert said(6.1, math.nan, math.nan).startswith(f"{CANNOT_TELL}, +0.1 nats (-inf to +inf nats")
 
 
