@@ -62,9 +62,9 @@ class Guess:
             return CANNOT_TELL
         is_right = self._is_near(self.measured, RIGHT_WITHIN)
         if self.effect and self.effect.verdict == TOO_SMALL:
-            ends = (self.value,) if self.low is None else (self.low, self.high)
-            is_right &= self.low is not None
-            is_right |= all(map(self.effect.is_too_small, ends))
+            is_range = self.low is not None
+            ends = (self.low, self.high) if is_range else (self.value,)
+            is_right = all(map(self.effect.is_too_small, ends)) or (is_range and is_right)
         if is_right:
             return "yes"
         is_by_hand = self.predicted is not None and self._is_near(self.predicted, BY_HAND_WITHIN)

@@ -9,11 +9,15 @@ notebook as `lab.exercises.NAME(...)`, and add answers to `tests/solutions/`.
 
 from __future__ import annotations
 
-from labutils.exercises.accumulation import accumulation_control, amp_window, break_one
 from labutils.exercises.checkpoint_code import mended_forward, own_checkpoint
 from labutils.exercises.core import EXERCISES, VERDICTS, hint
 from labutils.exercises.leaks import repair
-from labutils.exercises.mixed_precision import amp_step
+from labutils.exercises.loops import (
+    accumulation_control,
+    amp_step,
+    amp_window,
+    break_one,
+)
 from labutils.exercises.profiling import history, planned_peak
 from labutils.exercises.quiz import (
     accumulation_request,

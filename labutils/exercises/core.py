@@ -14,12 +14,11 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.linalg import norm
 
 VERDICTS = "LABUTILS_VERDICTS"  # names a file: each verdict is appended to it, a line of JSON
 OPEN = "Open: replace None by your answer and run the cell again."
@@ -112,16 +111,3 @@ def numbers_in(answer: Any) -> list[float]:
 def letters_in(answer: Any) -> str:
     """Return the letters A to E of an answer: "BC" of "b, c", "B and C" or ("B", "C")."""
     return "".join(re.findall(r"\b[A-E]{1,2}\b", str(answer).upper()))
-
-
-def recognised(
-    answer: Any, known: Mapping[Problem, Any], otherwise: str, tolerance: float
-) -> Problem:
-    """Return the misconception that gives this answer, a number or a vector; None if it is right.
-
-    `known` is {misconception, or None: the answer it gives}; the tolerance is relative.
-    """
-    for misconception, value in known.items():
-        if norm(answer - value) <= tolerance * norm(value):
-            return misconception
-    return otherwise

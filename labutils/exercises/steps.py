@@ -6,14 +6,15 @@ several windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from numpy.linalg import norm
 from torch import nn
 
-from labutils.exercises.core import Problem, recognised
+from labutils.exercises.core import Problem
 
 Window = list[tuple[torch.Tensor, torch.Tensor]]  # micro-batches: x (rows, 4) and y (rows, 1)
 Step = Callable[..., object]  # (model, window, optimizer, scaler, max_grad_norm)
@@ -126,6 +127,19 @@ def candidates(
             parts[-1] / LOSS_SCALE
         ),
     }
+
+
+def recognised(
+    answer: Any, known: Mapping[Problem, Any], otherwise: str, tolerance: float
+) -> Problem:
+    """Return the misconception that gives this answer, a number or a vector; None if it is right.
+
+    `known` is {misconception, or None: the answer it gives}; the tolerance is relative.
+    """
+    for misconception, value in known.items():
+        if norm(answer - value) <= tolerance * norm(value):
+            return misconception
+    return otherwise
 
 
 def wrong_step(toy: Toy, windows: list[Window], max_norm: float = NO_CLIPPING) -> Problem:

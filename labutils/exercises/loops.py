@@ -1,11 +1,26 @@
-"""Exercises of notebook 02: fix a window, break an epoch, design a control."""
+"""Exercises that are code, of notebooks 01 and 02: a step, a window, an epoch, and a control."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from labutils.exercises.core import Problem, exercise
-from labutils.exercises.steps import Step, first_problem, judge_epoch
+from labutils.exercises.steps import Step, first_problem, judge_epoch, on_one_batch
+
+
+@exercise(
+    "Four calls belong to the scaler: scale, unscale_, step, update. Which are there, and in "
+    "which order?",
+    "The norm that clipping compares with max_grad_norm must be that of the true gradients.",
+    "What must happen to gradients before the next backward pass adds to them?",
+)
+def amp_step(step: Callable) -> Problem:
+    """Check one FP16 training step: `step(model, x, y, optimizer, scaler, max_grad_norm)`.
+
+    The loss is the mean squared error. The step is run on a linear layer on the CPU: without
+    clipping, with it, on data that overflows, and repeatedly.
+    """
+    return first_problem(on_one_batch(step), 16)
 
 
 @exercise(
@@ -78,12 +93,12 @@ def accumulation_control(answer: tuple[dict, dict]) -> Problem:
             {**run, "batch": run["n"] * run["m"], "seeds": {*map(float, run["seeds"])}}
             for run in answer
         )
-        least = min(run[key] for run in answer for key in ("n", "m", "rate", "tokens"))
-        if any(run[key] % 1 for run in answer for key in ("n", "m")):
-            least = 0
+        parts = [run[key] for run in answer for key in ("n", "m")]
+        rates = [run[key] for run in answer for key in ("rate", "tokens")]
+        are_runs = min(parts + rates) > 0 and not any(part % 1 for part in parts)
     except (KeyError, TypeError, ValueError):
-        least = 0
-    if least <= 0:
+        are_runs = False
+    if not are_runs:
         return (
             "the answer is two runs, (run_a, run_b). Each is a dictionary: n and m are whole "
             "numbers, rate and tokens are numbers above 0, and seeds is a list."
