@@ -1,84 +1,173 @@
 """Train GPT-2 as a file of `configs/` says, in one script: no labutils, nothing hidden.
 
     python further/train_gpt2.py configs/fp16_config.yaml --set steps=20
+    torchrun --nproc_per_node 2 further/train_gpt2.py configs/bf16_config.yaml --save-every 500
 
 Automatic mixed precision, a GradScaler, gradient accumulation, gradient checkpointing and clipping.
-On a CPU its losses are those of `labutils run`, bit for bit; in chunks they agree to rounding.
+One process on a CPU has the losses of `labutils run`, bit for bit; in chunks they agree to
+rounding. torchrun shares every step among processes: as many tokens, and the same gradient up to
+rounding. With `--save-every` a run keeps its state, from which the same command with `--resume`
+continues, and leaves a model for `GPT2LMHeadModel.from_pretrained`.
 """
 
 import argparse
+import hashlib
 import json
 import math
+import os
+import re
+import shutil
 import sysconfig
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from difflib import get_close_matches
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import psutil
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from jsonschema import Draft202012Validator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-# ---- The config: the file, then what it says for a CPU, then --set
 parser = argparse.ArgumentParser(description="Train GPT-2 as a YAML file of configs/ says.")
 parser.add_argument("config", type=Path)
-parser.add_argument(
-    "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides"
-)
+parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+parser.add_argument("--save-every", type=int, default=0, metavar="N", help="steps between states")
+parser.add_argument("--resume", action="store_true", help="continue from the last state")
+parser.add_argument("--out", type=Path, help="folder of the state and the model (runs/NAME)")
+parser.add_argument("--peak-tflops", type=float, help="a card's peak, to print the share reached")
 options = parser.parse_args()
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-words = yaml.load(options.config.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-when_cpu = words.pop("when_cpu", {})
-words |= when_cpu if device == "cpu" else {}
-words |= dict(override.split("=", 1) for override in options.overrides)
-config = dict(words)
-for key, text in words.items():
-    with suppress(ValueError):  # a number or a truth value; PyYAML would take 6e-4 for a text
-        config[key] = json.loads(text)
+# ---- One process, or one of several that torchrun has started
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+kind = "cuda" if torch.cuda.is_available() else "cpu"
+device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
 
-HERE = {  # what this script has code for
+
+def say(text):
+    """Print a line at once, in the first process only."""
+    if rank == 0:
+        print(text, flush=True)
+
+
+def refuse(reason):
+    """End the process with a reason in place of a traceback."""
+    parser.exit(2, f"{parser.prog}: {reason}\n" if rank == 0 else None)
+
+
+# ---- The config: the file, then what it says for a CPU, then --set
+SCHEMA = json.loads((Path(__file__).parents[1] / "configs/schema.json").read_text())
+KEYS = SCHEMA["properties"]
+TYPES = {"integer": int, "number": float, "boolean": {"true": True, "false": False}.__getitem__}
+
+
+def typed(part):
+    """Return {key: value} of {key: text}. A text that is none stays, for `check` to refuse."""
+    for key, text in part.items():
+        with suppress(KeyError, TypeError, ValueError):
+            part[key] = TYPES[KEYS[key]["type"]](text)
+    return part
+
+
+def check(values, what):
+    """Refuse values that the schema does not allow; `what` it describes is in the message."""
+    for error in Draft202012Validator(SCHEMA).iter_errors(values):
+        word, words = error.instance, error.schema.get("enum", [])
+        if error.validator == "additionalProperties":
+            word, words = min(word.keys() - KEYS.keys()), KEYS
+        near = get_close_matches(str(word), map(str, words), n=1)
+        place = "".join(f"{key}: " for key in error.path)
+        refuse(f"{what}: {place}{error.message}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+if wrong := [pair for pair in options.set if "=" not in pair]:
+    refuse(f"--set {wrong[0]}: expected KEY=VALUE, as in --set steps=20")
+overrides = typed(dict(pair.split("=", 1) for pair in options.set))
+try:
+    text = options.config.read_text(encoding="utf-8-sig")
+    words = yaml.load(text, Loader=yaml.BaseLoader)  # all as text: for YAML 6e-4 is no number
+    for_cpu = typed(dict(words.pop("when_cpu", {})))
+except (OSError, yaml.YAMLError, AttributeError, ValueError) as error:
+    files = map(str, options.config.parent.glob("*.yaml"))
+    near = " or ".join(get_close_matches(str(options.config), files)) or "a file of configs/"
+    refuse(f"{options.config} has no lines `key: value`: {error}. Did you mean {near}?")
+lines = re.findall(r"^ *\w+:", text, re.MULTILINE)
+if twice := [line for line in lines if lines.count(line) > 1]:
+    refuse(f"{options.config}: {twice[0].strip()} is given twice")
+check(typed(words) | {"when_cpu": for_cpu}, options.config)
+config = words | (for_cpu if kind == "cpu" else {}) | overrides
+HERE = {  # with fewer choices than labutils
     "weights": ["random"],
     "precision": ["fp32", "tf32", "fp16", "bf16", "16bit"],
     "optimizer": ["adamw"],
     "optimizer_impl": ["fused"],
     "optimizer_in_backward": [False],
+    "use_cache": [False],
     "attention": ["auto"],
-    "gradient_checkpointing": ["none", "block"],
     "compile": ["off", "default"],
+    "gradient_checkpointing": ["none", "block"],
+    "memory_limit_gib": [0],
+    "expandable_segments": [False],
 }
-for key, values in HERE.items():
-    if config[key] not in values:
-        parser.error(f"{key} is {config[key]!r}; this script has code for {values}")
+for key, choices in HERE.items():
+    KEYS[key]["enum"] = choices
+check(config, "what this script has code for")
 
 steps, warmup = config["steps"], config["lr_warmup_steps"]
 if warmup > steps:
-    parser.error(f"lr_warmup_steps: {warmup} are more than the {steps} steps; 0 is no warm-up")
+    refuse(f"lr_warmup_steps: {warmup} are more than the {steps} steps; 0 is no warm-up")
 seq_len, micro_batch_size = config["seq_len"], config["micro_batch_size"]
-grad_accum_steps, left_over = divmod(config["tokens_per_step"], seq_len * micro_batch_size)
-assert left_over == 0, "tokens_per_step is no multiple of seq_len * micro_batch_size"
-targets_per_step = config["tokens_per_step"] // seq_len * (seq_len - 1)  # none is a first token
+tokens_per_step = config["tokens_per_step"]
+grad_accum_steps, left_over = divmod(tokens_per_step, seq_len * micro_batch_size * world)
+if left_over:
+    product = f"seq_len {seq_len} × micro_batch_size {micro_batch_size} × {world} processes"
+    refuse(f"tokens_per_step {tokens_per_step} is no multiple of {product}; take fewer sequences")
+targets_per_step = tokens_per_step // seq_len * (seq_len - 1)  # none is a first token
 
 precision = config["precision"]
 if precision == "16bit":  # BF16 where there is hardware for it, else FP16
-    has_bf16 = device == "cpu" or torch.cuda.get_device_capability() >= (8, 0)
+    has_bf16 = kind == "cpu" or torch.cuda.get_device_capability() >= (8, 0)
     precision = "bf16" if has_bf16 else "fp16"
 uses_amp = precision in ("fp16", "bf16")
 amp_dtype = torch.float16 if precision == "fp16" else torch.bfloat16
 if precision == "tf32":  # matrix products round their float32 inputs to 10 bits of mantissa
-    assert device == "cuda", "TF32 is a mode of NVIDIA's tensor cores"
+    if kind == "cpu" or torch.cuda.get_device_capability() < (8, 0):
+        refuse("precision: tf32 needs an NVIDIA GPU of 2020 (Ampere) or later")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+save_every, out = options.save_every or config["save_every"], options.out
+out = out or Path("runs") / config["name"]
+keeps = bool(save_every or options.resume)
+if keeps and not options.resume and out.exists() and any(out.iterdir()):
+    refuse(f"{out} has a run already: --resume continues it, --out names another folder")
+
+# ---- The processes meet, each with a card of its own
+if kind == "cuda":
+    if device.index >= torch.cuda.device_count():
+        refuse(f"{world} processes need a card each; torch sees {torch.cuda.device_count()}")
+    torch.cuda.set_device(device)
+if world > 1:
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
 
 
 # ---- The text: a file of your own, or what ships with Python
 def documents():
     """Yield texts: the file, or Python's language reference and then the source of its library."""
     if config["corpus"] != "stdlib":
-        yield (options.config.parent / config["corpus"]).read_text(encoding="utf-8-sig")
+        folder = Path() if "corpus" in overrides else options.config.parent
+        try:
+            yield (folder / config["corpus"]).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            refuse(f"corpus: {error}; name one UTF-8 text file")
         return
     yield "\n\n".join(topics[name] for name in sorted(topics))
     library = Path(sysconfig.get_path("stdlib"))
@@ -90,18 +179,20 @@ def documents():
                 yield text
 
 
+END = "<|endoftext|>"
 vocab_size = 2048 if config["model"] == "gpt2-nano" else 50257
 tokenizer = Tokenizer(models.BPE())
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+tokenizer.decoder = decoders.ByteLevel()
 trainer = trainers.BpeTrainer(
     vocab_size=vocab_size,
-    special_tokens=["<|endoftext|>"],  # it gets the first number, 0
+    special_tokens=[END],  # it gets the first number, 0
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
 )
 tokenizer.train_from_iterator([next(documents())], trainer)
 # every tenth sequence is held out, so a run needs a ninth more than it trains on
-tokens_needed = steps * config["tokens_per_step"] * 10 // 9 + 10 * seq_len
+tokens_needed = steps * tokens_per_step * 10 // 9 + 10 * seq_len
 ids = []
 for text in documents():
     ids += [*tokenizer.encode(text).ids, 0]
@@ -112,7 +203,8 @@ is_held_out = torch.arange(len(sequences)) % 10 == 9
 training, held_out = sequences[~is_held_out], sequences[is_held_out]
 order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
 held_out = held_out[order[:16]]
-assert len(training) >= micro_batch_size, "the text is too short"
+if len(training) < micro_batch_size or len(held_out) == 0:
+    refuse(f"the text has {len(ids)} tokens: too few for {micro_batch_size} sequences of {seq_len}")
 
 
 def micro_batches():
@@ -121,13 +213,16 @@ def micro_batches():
     while True:
         order = torch.randperm(len(training), generator=generator)
         for start in range(0, len(order) - micro_batch_size + 1, micro_batch_size):
-            yield training[order[start : start + micro_batch_size]].to(device)
+            yield training[order[start : start + micro_batch_size]]
 
 
 # ---- The model
 def attend(module, q, k, v, mask, dropout=0.0, scaling=None, **_):
     """Causal attention that never builds the mask (T, T): then torch can choose flash attention."""
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling)
+    is_causal = q.shape[2] > 1  # a single query, when text is written, may see every key
+    out = F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=is_causal, scale=scaling
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -156,24 +251,43 @@ if config["gradient_checkpointing"] == "block":  # keep a block's input, compute
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def loss_of_rows(hidden, targets):
-    """Return the summed cross-entropy of rows of hidden states (rows, width)."""
-    logits = model.lm_head(hidden).float()  # (rows, vocabulary)
-    return F.cross_entropy(logits, targets, reduction="sum")
+class Loss(torch.nn.Module):
+    """Next-token cross-entropy of ids (B, T), summed over B · (T - 1) targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = model
+
+    def of_rows(self, hidden, targets):
+        """Return the sum for rows of hidden states (rows, width)."""
+        logits = self.model.lm_head(hidden).float()  # (rows, vocabulary)
+        return F.cross_entropy(logits, targets, reduction="sum")
+
+    def forward(self, ids):
+        targets = F.pad(ids, (0, 1), value=-100)[:, 1:].flatten()  # (B·T,); -100: has no target
+        hidden = self.model.transformer(input_ids=ids).last_hidden_state.flatten(0, 1)
+        rows = config["loss_chunk_tokens"] or len(hidden)
+        if rows >= len(hidden):
+            return self.of_rows(hidden, targets)
+        loss = 0  # few rows of logits exist at once; backward computes them again
+        for chunk in zip(hidden.split(rows), targets.split(rows), strict=True):
+            loss = loss + checkpoint(self.of_rows, *chunk, use_reentrant=False)
+        return loss
 
 
-def loss_sum(ids):
-    """Return the next-token cross-entropy of ids (B, T), summed over B · (T - 1) targets."""
-    targets = F.pad(ids, (0, 1), value=-100)[:, 1:].flatten()  # (B·T,); -100: has no target
-    hidden = model.transformer(input_ids=ids).last_hidden_state.flatten(0, 1)  # (B·T, width)
-    rows = config["loss_chunk_tokens"] or len(hidden)
-    if rows >= len(hidden):
-        return loss_of_rows(hidden, targets)
-    loss = 0  # few rows of logits exist at once; backward computes them again
-    for chunk in zip(hidden.split(rows), targets.split(rows), strict=True):
-        loss = loss + checkpoint(loss_of_rows, *chunk, use_reentrant=False)
-    return loss
+def add_up(_, bucket):
+    """Give every process the sum of the gradients in a bucket: DDP's own hook gives their mean."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
+
+loss_sum = Loss()
+training_loss = loss_sum if config["compile"] == "off" else torch.compile(loss_sum, dynamic=False)
+if world > 1:
+    training_loss = DistributedDataParallel(training_loss, gradient_as_bucket_view=True)
+    training_loss.register_comm_hook(None, add_up)
+if rank > 0:  # the weights are equal; dropout must not be
+    torch.manual_seed(config["seed"] + rank)
 
 # ---- The optimizer, and the scaler
 matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -183,13 +297,61 @@ groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weig
 optimizer = torch.optim.AdamW(groups, lr=config["learning_rate"], betas=(0.9, 0.95), fused=True)
 # FP16 has no numbers for the smallest gradients, so the loss is enlarged. Disabled, it does nothing
 scaling = {"init_scale": config["init_scale"], "growth_interval": config["growth_interval"]}
-scaler = torch.amp.GradScaler(device, **scaling, enabled=precision == "fp16")
+scaler = torch.amp.GradScaler(kind, **scaling, enabled=precision == "fp16")
+
+# ---- The state on disk: what decides the steps to come
+losses, norms, scales = series = torch.zeros(3, steps, device=device)
+parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+identity = {
+    k: v for k, v in config.items() if k not in ("name", "note", "eval_every", "save_every")
+}
+identity |= {"device": kind, "text": hashlib.sha256(sequences.numpy()).hexdigest()}
+
+
+def save(done):
+    """Write the state beside the last one, then rename it: whenever a run dies, one is whole."""
+    on_cuda = torch.cuda.get_rng_state() if kind == "cuda" else None
+    random = [(torch.get_rng_state(), on_cuda)] * world
+    if world > 1:
+        dist.all_gather_object(random, random[rank])
+    if rank > 0:
+        return
+    state = {"identity": identity, "done": done, "series": series, "random": random}
+    state |= {name: part.state_dict() for name, part in parts.items()}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        torch.save(state, out / "state.part")
+        (out / "state.part").replace(out / "state.pt")
+    except (OSError, RuntimeError) as error:  # a full disk: the state before it stays
+        say(f"step {done} NOT SAVED, the run goes on: {error}")
+
+
+def restore():
+    """Take up the last state, if there is one; return how many steps it has done."""
+    if not (out / "state.pt").exists():
+        say(f"{out} has no state: from the beginning")
+        return 0
+    try:  # weights_only: no code in a file runs
+        state = torch.load(out / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds, if the file is damaged
+        refuse(f"{out / 'state.pt'} cannot be read; delete it to begin anew ({error})")
+    for key, before in state["identity"].items():
+        if identity.get(key) != before:
+            refuse(f"{out} has a run whose {key} was {before}, now it is {identity.get(key)}")
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    series.copy_(state["series"])
+    if rank < len(state["random"]):  # of more processes than before, the new keep their own
+        on_cpu, on_cuda = state["random"][rank]
+        torch.set_rng_state(on_cpu)
+        if kind == "cuda":
+            torch.cuda.set_rng_state(on_cuda)
+    return state["done"]
+
 
 # ---- Training
-training_loss = loss_sum if config["compile"] == "off" else torch.compile(loss_sum, dynamic=False)
-stream = micro_batches()
-losses = torch.zeros(steps, device=device)  # read seldom: the host waits for what it reads
-for step in range(steps):
+def train_step(step):
+    """Update the weights once, with the gradient of the mean loss over all targets of a step."""
     rate = config["learning_rate"]
     if step < warmup:
         rate = rate * (step + 1) / warmup
@@ -198,25 +360,104 @@ for step in range(steps):
         rate = rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    for _ in range(grad_accum_steps):
-        with torch.autocast(device, dtype=amp_dtype, enabled=uses_amp):
-            loss = training_loss(next(stream)) / targets_per_step  # of the whole step: sums add up
-        scaler.scale(loss).backward()  # adds to the gradients of earlier micro-batches
+    scales[step] = scaler.scale(one)
+    for i in range(grad_accum_steps):
+        waits = world > 1 and i + 1 < grad_accum_steps  # gradients are exchanged once a step
+        with training_loss.no_sync() if waits else nullcontext():
+            with torch.autocast(kind, dtype=amp_dtype, enabled=uses_amp):
+                ids = next(stream).to(device)
+                loss = training_loss(ids) / targets_per_step  # of the whole step: sums add up
+            scaler.scale(loss).backward()  # adds to the gradients of earlier micro-batches
         losses[step] += loss.detach()
     scaler.unscale_(optimizer)  # what is clipped must be the true gradients
     if config["max_grad_norm"]:
-        torch.nn.utils.clip_grad_norm_([*matrices, *vectors], config["max_grad_norm"])
+        norms[step] = clip_grad_norm_([*matrices, *vectors], config["max_grad_norm"])
     scaler.step(optimizer)  # skipped if a gradient is inf or NaN
     scaler.update()  # then the scale falls; after many good steps it rises
     optimizer.zero_grad(set_to_none=True)
-    if step % 10 == 0 or step + 1 == steps:
-        print(f"step {step + 1}: loss {losses[step]:.4f}")
-    if step == 0:  # it allocates, and chooses or compiles kernels: not timed
-        start = time.perf_counter()
+    if world > 1:
+        dist.all_reduce(losses[step])
+
+
+@torch.no_grad()
+def held_out_loss():
+    """Return the mean loss per target on held-out text, without dropout."""
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for ids in held_out.split(micro_batch_size)[rank::world]:
+        with torch.autocast(kind, dtype=amp_dtype, enabled=uses_amp):
+            total += loss_sum(ids.to(device))
+    model.train()
+    if world > 1:
+        dist.all_reduce(total)
+    return total.item() / (len(held_out) * (seq_len - 1))
+
+
+def line(step, ms):
+    """Return what a step gave, and what the steps since the last line cost."""
+    text = f"step {step + 1}: loss {losses[step]:.4f}, rate {optimizer.param_groups[0]['lr']:.1e}"
+    text += f", norm {norms[step]:.2f}" if config["max_grad_norm"] else ""
+    if scaler.is_enabled():
+        skipped = (scales[1 : step + 1] < scales[:step]).sum()
+        text += f", scale {scales[step]:g} ({skipped} skipped)"
+    text += f", {ms:,.0f} ms, {tokens_per_step / ms * 1000:,.0f} tokens/s"
+    if options.peak_tflops:
+        tflops = flops_per_token * tokens_per_step / world / ms / 1e9
+        text += f", {tflops / options.peak_tflops:.1%} of the peak"
+    memory = torch.cuda.max_memory_allocated() if kind == "cuda" else process.memory_info().rss
+    return f"{text}, {memory / 2**20:,.0f} MiB"
+
+
+process, one = psutil.Process(), torch.ones((), device=device)
+n_params = sum(p.numel() for p in model.parameters())
+flops_per_token = 6 * (n_params - model.transformer.wpe.weight.numel())  # PaLM, appendix B
+flops_per_token += 12 * shape.n_layer * shape.n_embd * seq_len
+say(
+    f"{config['model']}, {n_params:,} parameters, {precision}, on {world} {kind}; a step has "
+    f"{world} × {grad_accum_steps} × {micro_batch_size} sequences of {seq_len} tokens"
+)
+say(f"MiB: {'peak of the allocator' if kind == 'cuda' else 'the whole process, as it is then'}")
+if not keeps:
+    say("nothing will be kept: --save-every N keeps the state and the model")
+done = first = restore() if options.resume else 0
+stream = islice(micro_batches(), done * grad_accum_steps * world + rank, None, world)
+start = time.perf_counter()
+for step in range(done, steps):
+    train_step(step)
+    n = step + 1
+    evaluates = config["eval_every"] and n % config["eval_every"] == 0 and n < steps
+    saves = save_every and n % save_every == 0
+    if not (n % 10 == 0 or n in (first + 1, steps) or evaluates or saves):
+        continue  # what is printed is read from the device, and the host waits for that
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    say(line(step, 1000 * (time.perf_counter() - start) / (n - done)))
+    if not losses[max(0, n - 5) : n].isfinite().any():
+        refuse("the loss is inf or NaN; try a lower learning_rate, or a longer warm-up")
+    if evaluates:
+        say(f"step {n}: held-out loss {held_out_loss():.4f}")
+    if saves and losses[step].isfinite():
+        save(n)
+    done, start = n, time.perf_counter()
 
 # ---- What came of it
-tokens_per_s = (steps - 1 or math.nan) * config["tokens_per_step"] / (time.perf_counter() - start)
-model.eval()  # without dropout
-with torch.no_grad(), torch.autocast(device, dtype=amp_dtype, enabled=uses_amp):
-    total = sum(float(loss_sum(rows.to(device))) for rows in held_out.split(micro_batch_size))
-print(f"{tokens_per_s:,.0f} tokens/s; held-out loss {total / (len(held_out) * (seq_len - 1)):.4f}")
+say(f"held-out loss {held_out_loss():.4f}")
+if world > 1:
+    del training_loss  # DDP holds the group, whose threads must end before Python does
+    dist.destroy_process_group()
+if rank > 0:
+    raise SystemExit
+model.config.use_cache = True  # while it trained, nobody would have read it
+if keeps:
+    model.save_pretrained(out / "model.part")
+    of_text = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+    of_text.save_pretrained(out / "model.part")
+    shutil.rmtree(out / "model", ignore_errors=True)
+    (out / "model.part").rename(out / "model")
+    say(f"GPT2LMHeadModel.from_pretrained({str(out / 'model')!r}) loads the model")
+prompt = held_out[:1, :16].to(device)
+without_text = list(range(tokenizer.get_vocab_size(), shape.vocab_size)) or None  # padding
+choice = {"do_sample": True, "suppress_tokens": without_text, "pad_token_id": 0}
+text = model.eval().generate(prompt, max_new_tokens=100, **choice)
+say(f"it reads: {tokenizer.decode(prompt[0].tolist())}")
+say(f"it writes: {tokenizer.decode(text[0, prompt.shape[1] :].tolist())}")

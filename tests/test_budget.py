@@ -17,10 +17,10 @@ from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (49_860, 8_145),
-    "tests": (42_940, 6_475),
+    "tests": (44_150, 6_632),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_080  # README, INSTRUCTORS and the package's README
+WORDS = 3_107  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

@@ -7,16 +7,21 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 import labutils as lab
+from labutils.training.runs import flops_per_token
 from tests.helpers import CPU, REPO, write_small_text
+from tests.test_budget import size
 
 SCRIPT = REPO / "further" / "train_gpt2.py"
 STEPS = {"steps": 4, "lr_warmup_steps": 1}
 CHAPTERS = ["assignment", "calls", "class"]
+OVERFLOWS = 2.0**20  # some steps of FP16 are skipped, others are not
 TINY = {"model": "gpt2-nano", "seq_len": 64, "micro_batch_size": 2, "tokens_per_step": 256}
 
 
@@ -28,13 +33,19 @@ def little_text(monkeypatch):
     monkeypatch.setattr(topics, "topics", {name: topics.topics[name] for name in CHAPTERS})
 
 
-def losses_of_script(name, changes, monkeypatch):
-    """Run the script in this process; return every step's loss. Both forms of `--set` are used."""
+def run_script(name, changes, monkeypatch, *flags):
+    """Run the script in this process; return its variables. Both forms of `--set` are used."""
     first, *pairs = [f"{key}={value}" for key, value in changes.items()]
     pairs = ["--set", *pairs] if pairs else []
-    config = REPO / "configs" / f"{name}_config.yaml"
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(config), *pairs, "--set", first])
-    return runpy.run_path(str(SCRIPT))["losses"].tolist()
+    config = name if name.endswith(".yaml") else REPO / "configs" / f"{name}_config.yaml"
+    command = [SCRIPT, config, *pairs, "--set", first, *flags]
+    monkeypatch.setattr(sys, "argv", list(map(str, command)))
+    return runpy.run_path(str(SCRIPT))
+
+
+def losses_of_script(name, changes, monkeypatch):
+    """Run the script in this process; return every step's loss."""
+    return run_script(name, changes, monkeypatch)["losses"].tolist()
 
 
 def losses_of_both(name, changes, monkeypatch, device=CPU):
@@ -69,27 +80,55 @@ def test_the_loss_in_chunks_agrees_to_rounding(little_text, runs, monkeypatch):
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_text_of_ones_own_is_read_again_in_a_new_order(runs, tmp_path, monkeypatch):
+def test_a_text_of_ones_own_is_read_again_in_a_new_order(runs, tmp_path, monkeypatch, capsys):
     # more than an epoch
     changes = TINY | {"lr_warmup_steps": 1, "steps": 12, "corpus": str(write_small_text(tmp_path))}
     expected, losses = losses_of_both("fp32", changes, monkeypatch)
     assert losses == expected
+    told = re.findall(r"step (\d+): loss", capsys.readouterr().out)
+    assert told == ["1", "10", "12"]
 
 
 @pytest.mark.parametrize(
-    "pair",
+    ("pair", "answer"),
     [
-        "optimizer=sgd",
-        "gradient_checkpointing=offload",
-        "weights=pretrained",
-        "compile=reduce-overhead",
+        ("stepz=99", "'stepz' was unexpected); did you mean steps?"),
+        ("optimizer=sgd", "optimizer: 'sgd' is not one of ['adamw']"),
+        ("lr_schedule=linear", "'linear' is not one of ['constant', 'cosine']"),
+        ("activation=gelu", "did you mean gelu_new?"),
+        ("use_cache=true", "use_cache: True is not one of [False]"),
+        ("memory_limit_gib=4", "memory_limit_gib: 4.0 is not one of [0]"),
+        ("steps=0", "steps: 0 is less than the minimum of 1"),
+        ("learning_rate=six", "learning_rate: 'six' is not of type 'number'"),
+        ("micro_batch_size=3", "512 is no multiple of seq_len 128 × micro_batch_size 3"),
+        ("corpus=nowhere.txt", "No such file or directory: 'nowhere.txt'"),
+        ("seq_len=8192", "tokens_per_step 512 is no multiple"),
     ],
 )
-def test_what_the_script_cannot_do_is_refused(pair, monkeypatch, capsys):
+def test_what_the_script_cannot_do_is_refused(pair, answer, monkeypatch, capsys):
     key, value = pair.split("=")
     with pytest.raises(SystemExit):
-        losses_of_script("fp32", {key: value}, monkeypatch)
-    assert f"{key} is {value!r}" in capsys.readouterr().err
+        run_script("fp32", {key: value}, monkeypatch)
+    assert answer in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "by", "answer"),
+    [
+        ("lr_warmup_steps:", "lr_warmup_stepz:", "did you mean lr_warmup_steps?"),
+        ("  model:", "  modle:", "when_cpu: Additional properties"),  # on a card, too
+        ("seed: 0", "", "'seed' is a required property"),
+        ("seed: 0", "seed: 0\nseed: 1", "seed: is given twice"),
+        ("seed: 0", "seed: 0: 1", "mapping values are not allowed here"),
+    ],
+)
+def test_a_mistake_in_the_file_is_refused(text, by, answer, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "my.yaml"
+    shipped = (REPO / "configs" / "fp32_config.yaml").read_text(encoding="utf-8")
+    file.write_text(shipped.replace(text, by, 1), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        run_script(str(file), {"steps": 6}, monkeypatch)
+    assert answer in capsys.readouterr().err
 
 
 def test_a_warm_up_longer_than_the_run_is_refused_in_the_words_of_labutils(monkeypatch, capsys):
@@ -101,9 +140,123 @@ def test_a_warm_up_longer_than_the_run_is_refused_in_the_words_of_labutils(monke
     assert words in str(caught.value) and words in capsys.readouterr().err
 
 
+def test_a_line_tells_what_a_run_records_and_held_out_losses_are_equal(
+    little_text, runs, monkeypatch, capsys
+):
+    changes = TINY | {"steps": 8, "lr_warmup_steps": 1, "eval_every": 4, "init_scale": OVERFLOWS}
+    record = lab.run_experiment(lab.load_config("fp16", **changes), device=CPU, progress=False)
+    capsys.readouterr()
+    run_script("fp16", changes, monkeypatch, "--peak-tflops", 1)
+    lines = capsys.readouterr().out
+    assert re.findall(r"step (\d+): loss", lines) == ["1", "4", "8"]
+    held_out = [float(loss) for loss in re.findall(r"held-out loss (.*)", lines)]
+    assert held_out == [round(loss, 4) for _, loss in record.series.held_out]
+    series, i = record.series, 7
+    assert sum(series.skipped[:i]) > 0
+    told = (
+        f"step 8: loss {series.loss[i]:.4f}, rate {series.learning_rate[i]:.1e}, "
+        f"norm {series.grad_norm[i]:.2f}, "
+        f"scale {series.loss_scale[i]:g} ({sum(series.skipped[:i])} skipped), "
+    )
+    assert told in lines
+    costs = r"([\d,]+) ms, ([\d,]+) tokens/s, (.*)% of the peak, ([\d,]+) MiB\n"
+    found = re.search(f"{re.escape(told)}{costs}", lines)
+    ms, tokens_per_s, share, _ = (float(text.replace(",", "")) for text in found.groups())
+    model = lab.build(lab.load_config("fp16", **changes), device=CPU).model
+    flops = flops_per_token(model, TINY["seq_len"])
+    assert share / 100 == pytest.approx(flops * tokens_per_s / 1e12, rel=0.3)
+    assert ms == pytest.approx(1000 * TINY["tokens_per_step"] / tokens_per_s, rel=0.3)
+
+
+LONG = TINY | {"dropout": 0.1, "steps": 5, "lr_warmup_steps": 1}
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_a_run_that_dies_while_it_saves_is_continued_bit_for_bit(
+    name, little_text, tmp_path, monkeypatch, capsys
+):
+    save = torch.save
+
+    def dies_at_the_second(state, path):
+        if state["done"] == 2:
+            return save(state, path)
+        Path(path).write_bytes(b"half a sta")
+        raise KeyboardInterrupt
+
+    changes = LONG | {"init_scale": OVERFLOWS, "growth_interval": 1}
+    whole = run_script(name, changes, monkeypatch)
+    flags = "--save-every", 2, "--out", tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", dies_at_the_second)
+        run_script(name, changes, patch, *flags)
+    capsys.readouterr()
+    rest = run_script(name, changes, monkeypatch, *flags, "--resume")
+    assert "step 2:" not in capsys.readouterr().out
+    for series in ("losses", "norms", "scales"):
+        torch.testing.assert_close(whole[series], rest[series], rtol=0, atol=0, equal_nan=True)
+    pairs = zip(whole["model"].parameters(), rest["model"].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_run_is_neither_overwritten_nor_mixed_with_another(
+    little_text, tmp_path, monkeypatch, capsys
+):
+    flags = "--save-every", 2, "--out", tmp_path / "out"
+    changes = LONG | {"steps": 2}
+    run_script("fp32", changes, monkeypatch, *flags, "--resume")  # of nothing: from the beginning
+    assert "has no state: from the beginning" in capsys.readouterr().out
+
+    def refused(changes, *more):
+        with pytest.raises(SystemExit):
+            run_script("fp32", changes, monkeypatch, *flags, *more)
+        return capsys.readouterr().err
+
+    assert "has a run already: --resume continues it" in refused(changes)
+    assert "a run whose seed was 0, now it is 1" in refused(changes | {"seed": 1}, "--resume")
+    (tmp_path / "out" / "state.pt").write_bytes(b"half a sta")
+    assert "cannot be read; delete it" in refused(changes, "--resume")
+
+
+def test_a_full_disk_does_not_end_a_run(little_text, tmp_path, monkeypatch, capsys):
+    def full(state, path):
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    run_script("fp32", LONG, monkeypatch, "--save-every", 4, "--out", tmp_path / "out")
+    lines = capsys.readouterr().out
+    assert "step 4 NOT SAVED, the run goes on: No space left on device" in lines
+    assert "step 5: loss" in lines
+
+
+@pytest.mark.parametrize("name", ["fp32", "optimized"])  # its vocabulary is padded
+def test_the_model_that_is_left_is_one_of_transformers(
+    name, little_text, tmp_path, monkeypatch, capsys
+):
+    run = run_script(name, LONG, monkeypatch, "--save-every", 5, "--out", tmp_path / "out")
+    lines = capsys.readouterr().out
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "out" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    ids = run["held_out"]
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    assert loss == pytest.approx(float(re.findall(r"held-out loss (.*)", lines)[-1]), abs=1e-3)
+    assert f"it reads: {tokenizer.decode(ids[0, :16])}\n" in lines
+    prompt = tokenizer("A class is", return_tensors="pt")
+    assert tokenizer.decode(model.generate(**prompt, max_new_tokens=9)[0]).startswith("A class is")
+    written = lines.split("it writes: ")[1]
+    assert len(tokenizer(written)["input_ids"]) > 20
+
+
+def test_a_loss_that_stays_nan_ends_the_run(little_text, monkeypatch, capsys):
+    changes = TINY | {"steps": 60, "learning_rate": 10, "weight_decay": 1, "lr_warmup_steps": 0}
+    with pytest.raises(SystemExit):
+        run_script("fp32", changes | {"lr_schedule": "constant"}, monkeypatch)
+    assert "lower learning_rate" in capsys.readouterr().err
+
+
 def test_the_script_is_short_and_needs_no_labutils(tmp_path):
     text = SCRIPT.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 230
+    assert size(text)[1] <= 380
     assert not re.search(r"(import|from) labutils", text)
     config = REPO / "configs" / "fp32_config.yaml"
     command = [sys.executable, str(SCRIPT), str(config), "--set", "steps=2", "lr_warmup_steps=0"]
@@ -112,7 +265,42 @@ def test_the_script_is_short_and_needs_no_labutils(tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert answer.stderr == ""
-    assert "held-out loss" in answer.stdout
+    assert "held-out loss" in answer.stdout and "nothing will be kept" in answer.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.processes
+def test_two_processes_train_like_one(tmp_path):
+    def together(n, out, *flags, dropout=0.0):
+        changes = TINY | {"tokens_per_step": 512, "steps": 6, "lr_warmup_steps": 1}
+        changes |= {"dropout": dropout, "eval_every": 3}
+        pairs = [f"{key}={value}" for key, value in changes.items()]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={n}", SCRIPT, REPO / "configs" / "fp32_config.yaml"]
+        command += ["--save-every", 4, "--out", tmp_path / out, "--set", *pairs, *flags]
+        answer = subprocess.run(
+            list(map(str, command)),
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+        )
+        assert answer.returncode == 0, answer.stderr
+        state = torch.load(tmp_path / out / "state.pt")
+        model = GPT2LMHeadModel.from_pretrained(tmp_path / out / "model")
+        held_out = [float(loss) for loss in re.findall(r"held-out loss (.*)", answer.stdout)]
+        assert answer.stdout.count("step 6: loss") == 1  # one process speaks
+        return state["series"], held_out, dict(model.named_parameters())
+
+    series, held_out, weights = together(1, "one")
+    series_of_two, held_out_of_two, weights_of_two = together(2, "two")
+    torch.testing.assert_close(series_of_two, series, rtol=1e-5, atol=1e-5)
+    assert held_out_of_two == pytest.approx(held_out, abs=2e-4) and len(held_out) == 2
+    torch.testing.assert_close(weights_of_two, weights, rtol=1e-4, atol=1e-5)
+    # each with dropout of its own; continued from step 4, bit for bit
+    _, _, weights = together(2, "dropout", dropout=0.1)
+    _, _, again = together(2, "dropout", "--resume", dropout=0.1)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 @pytest.mark.gpu
