@@ -1,7 +1,7 @@
 """Train GPT-2 as a file of `configs/` says, in one script: no labutils, nothing hidden.
 
     python further/train_gpt2.py configs/fp16_config.yaml --set steps=20
-    torchrun --nproc_per_node 2 further/train_gpt2.py configs/bf16_config.yaml --save-every 500
+    torchrun --nproc_per_node 2 further/train_gpt2.py configs/bf16_config.yaml --save-every 20
 
 Automatic mixed precision, a GradScaler, gradient accumulation, gradient checkpointing and clipping.
 One process on a CPU has the losses of `labutils run`, bit for bit; in chunks they agree to
