@@ -1,13 +1,14 @@
 """Train GPT-2 as a file of `configs/` says, in one script: no labutils, nothing hidden.
 
     python further/train_gpt2.py configs/fp16_config.yaml --set steps=20
-    torchrun --nproc_per_node 2 further/train_gpt2.py configs/bf16_config.yaml --save-every 20
+    torchrun --nproc_per_node 2 further/train_gpt2.py configs/bf16_config.yaml \\
+        --set micro_batch_size=2 --save-every 20
 
 Automatic mixed precision, a GradScaler, gradient accumulation, gradient checkpointing and clipping.
 One process on a CPU has the losses of `labutils run`, bit for bit; in chunks they agree to
-rounding. torchrun shares every step among processes: as many tokens, and the same gradient up to
-rounding. With `--save-every` a run keeps its state, from which the same command with `--resume`
-continues, and leaves a model for `GPT2LMHeadModel.from_pretrained`.
+rounding. torchrun shares every step among processes: as many tokens, and without dropout the same
+gradient up to rounding. With `--save-every` a run keeps its state, from which the same command
+with `--resume` continues, and leaves a model for `GPT2LMHeadModel.from_pretrained`.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import sysconfig
 import time
@@ -34,12 +34,14 @@ import yaml
 from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
-parser = argparse.ArgumentParser(description="Train GPT-2 as a YAML file of configs/ says.")
-parser.add_argument("config", type=Path)
+as_written = argparse.RawDescriptionHelpFormatter
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+parser.add_argument("config", type=Path, help="a YAML file, as in configs/")
 parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
 parser.add_argument("--save-every", type=int, default=0, metavar="N", help="steps between states")
 parser.add_argument("--resume", action="store_true", help="continue from the last state")
@@ -60,52 +62,66 @@ def say(text):
 
 
 def refuse(reason):
-    """End the process with a reason in place of a traceback."""
+    """End the process with a reason in place of a traceback; the first process tells it."""
+    if rank > 0:
+        time.sleep(1)  # torchrun stops the others as soon as one has ended
     parser.exit(2, f"{parser.prog}: {reason}\n" if rank == 0 else None)
 
 
 # ---- The config: the file, then what it says for a CPU, then --set
 SCHEMA = json.loads((Path(__file__).parents[1] / "configs/schema.json").read_text())
 KEYS = SCHEMA["properties"]
-TYPES = {"integer": int, "number": float, "boolean": {"true": True, "false": False}.__getitem__}
+TYPES = {"integer": int, "number": float, "boolean": json.loads}
 
 
 def typed(part):
-    """Return {key: value} of {key: text}. A text that is none stays, for `check` to refuse."""
+    """Return {key: value} of {key: text}. What is no such value stays, for `check` to refuse."""
     for key, text in part.items():
         with suppress(KeyError, TypeError, ValueError):
-            part[key] = TYPES[KEYS[key]["type"]](text)
+            value = TYPES[KEYS[key]["type"]](text)
+            part[key] = value if math.isfinite(value) else text
     return part
 
 
-def check(values, what):
-    """Refuse values that the schema does not allow; `what` it describes is in the message."""
+class Loader(yaml.BaseLoader):  # every value is a text: for YAML itself 6e-4 is no number
+    """A reader of YAML that does not let a later line replace an earlier one."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [name.value for name, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            refuse(f"{options.config}: {twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def check(values, where):
+    """Refuse values that the schema does not allow: all of them, with what could be meant."""
+    reasons = []
     for error in Draft202012Validator(SCHEMA).iter_errors(values):
-        word, words = error.instance, error.schema.get("enum", [])
+        given, allowed = error.instance, error.schema.get("enum", [])
         if error.validator == "additionalProperties":
-            word, words = min(word.keys() - KEYS.keys()), KEYS
-        near = get_close_matches(str(word), map(str, words), n=1)
-        place = "".join(f"{key}: " for key in error.path)
-        refuse(f"{what}: {place}{error.message}" + (f"; did you mean {near[0]}?" if near else ""))
+            given, allowed = min(given.keys() - KEYS.keys(), default="when_cpu"), KEYS
+        near = get_close_matches(str(given).lower(), map(str, allowed), n=1)
+        place = ": ".join([str(where), *error.path])
+        reasons.append(f"{place}: {error.message}" + "".join(f"; did you mean {n}?" for n in near))
+    if reasons:
+        refuse("\n".join(reasons))
 
 
 if wrong := [pair for pair in options.set if "=" not in pair]:
     refuse(f"--set {wrong[0]}: expected KEY=VALUE, as in --set steps=20")
 overrides = typed(dict(pair.split("=", 1) for pair in options.set))
 try:
-    text = options.config.read_text(encoding="utf-8-sig")
-    words = yaml.load(text, Loader=yaml.BaseLoader)  # all as text: for YAML 6e-4 is no number
-    for_cpu = typed(dict(words.pop("when_cpu", {})))
-except (OSError, yaml.YAMLError, AttributeError, ValueError) as error:
-    files = map(str, options.config.parent.glob("*.yaml"))
-    near = " or ".join(get_close_matches(str(options.config), files)) or "a file of configs/"
-    refuse(f"{options.config} has no lines `key: value`: {error}. Did you mean {near}?")
-lines = re.findall(r"^ *\w+:", text, re.MULTILINE)
-if twice := [line for line in lines if lines.count(line) > 1]:
-    refuse(f"{options.config}: {twice[0].strip()} is given twice")
-check(typed(words) | {"when_cpu": for_cpu}, options.config)
-config = words | (for_cpu if kind == "cpu" else {}) | overrides
-HERE = {  # with fewer choices than labutils
+    in_file = yaml.load(options.config.read_text(encoding="utf-8-sig"), Loader)
+    for_cpu = typed(dict(in_file.pop("when_cpu", {})))
+except OSError as error:
+    files = " ".join(map(str, sorted(Path("configs").glob("*.yaml"))))
+    refuse(f"{options.config}: {error.strerror}; there are {files or 'none in configs/'}")
+except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+    refuse(f"{options.config}: expected lines of `key: value`: {error}")
+check(typed(in_file) | {"when_cpu": for_cpu}, options.config)
+changes = (for_cpu if kind == "cpu" else {}) | overrides
+config = in_file | changes
+HERE = {  # where this script has code for less than labutils
     "weights": ["random"],
     "precision": ["fp32", "tf32", "fp16", "bf16", "16bit"],
     "optimizer": ["adamw"],
@@ -120,7 +136,7 @@ HERE = {  # with fewer choices than labutils
 }
 for key, choices in HERE.items():
     KEYS[key]["enum"] = choices
-check(config, "what this script has code for")
+check(config, "this script")
 
 steps, warmup = config["steps"], config["lr_warmup_steps"]
 if warmup > steps:
@@ -129,8 +145,10 @@ seq_len, micro_batch_size = config["seq_len"], config["micro_batch_size"]
 tokens_per_step = config["tokens_per_step"]
 grad_accum_steps, left_over = divmod(tokens_per_step, seq_len * micro_batch_size * world)
 if left_over:
-    product = f"seq_len {seq_len} × micro_batch_size {micro_batch_size} × {world} processes"
-    refuse(f"tokens_per_step {tokens_per_step} is no multiple of {product}; take fewer sequences")
+    product = f"{seq_len} (seq_len) × {micro_batch_size} (micro_batch_size) × {world} (processes)"
+    sizes = [n for n in range(1, micro_batch_size) if tokens_per_step % (seq_len * n * world) == 0]
+    way_out = f"; try --set micro_batch_size={sizes[-1]}" if sizes else ""
+    refuse(f"tokens_per_step {tokens_per_step} is no multiple of {product}{way_out}")
 targets_per_step = tokens_per_step // seq_len * (seq_len - 1)  # none is a first token
 
 precision = config["precision"]
@@ -144,16 +162,27 @@ if precision == "tf32":  # matrix products round their float32 inputs to 10 bits
         refuse("precision: tf32 needs an NVIDIA GPU of 2020 (Ampere) or later")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
-save_every, out = options.save_every or config["save_every"], options.out
-out = out or Path("runs") / config["name"]
-keeps = bool(save_every or options.resume)
-if keeps and not options.resume and out.exists() and any(out.iterdir()):
-    refuse(f"{out} has a run already: --resume continues it, --out names another folder")
+save_every = options.save_every or config["save_every"]
+if save_every < 0 or (options.resume and save_every == 0):
+    refuse("--save-every N needs an N of 1 or more, and --resume goes with it")
+folder = options.out or Path("runs") / config["name"]
+state_file = folder / "state.pt"
+if save_every:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        in_folder = {path.name for path in folder.iterdir()} - {"state.part"}
+    except OSError as error:
+        refuse(f"--out {folder}: {error.strerror}")
+    if in_folder and not options.resume:
+        refuse(f"{folder} has a run already; --resume continues it, --out names another folder")
+    if in_folder and not state_file.exists():
+        refuse(f"{folder} has no state to resume from, but other files; --out names another folder")
 
 # ---- The processes meet, each with a card of its own
 if kind == "cuda":
-    if device.index >= torch.cuda.device_count():
-        refuse(f"{world} processes need a card each; torch sees {torch.cuda.device_count()}")
+    n_cards, n_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if n_here > n_cards:
+        refuse(f"{n_here} processes need a card each; torch sees {n_cards}")
     torch.cuda.set_device(device)
 if world > 1:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
@@ -163,10 +192,10 @@ if world > 1:
 def documents():
     """Yield texts: the file, or Python's language reference and then the source of its library."""
     if config["corpus"] != "stdlib":
-        folder = Path() if "corpus" in overrides else options.config.parent
+        beside = Path() if "corpus" in overrides else options.config.parent
         try:
-            yield (folder / config["corpus"]).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+            yield (beside / config["corpus"]).read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
             refuse(f"corpus: {error}; name one UTF-8 text file")
         return
     yield "\n\n".join(topics[name] for name in sorted(topics))
@@ -179,6 +208,7 @@ def documents():
                 yield text
 
 
+say("training a tokenizer on the text")
 END = "<|endoftext|>"
 vocab_size = 2048 if config["model"] == "gpt2-nano" else 50257
 tokenizer = Tokenizer(models.BPE())
@@ -198,13 +228,13 @@ for text in documents():
     ids += [*tokenizer.encode(text).ids, 0]
     if len(ids) >= tokens_needed:
         break
+if len(ids) < max(10, micro_batch_size * 10 / 9 + 1) * seq_len:
+    refuse(f"the text has {len(ids)} tokens: too few for {micro_batch_size} sequences of {seq_len}")
 sequences = torch.tensor(ids).unfold(0, seq_len, seq_len)  # (n, T)
 is_held_out = torch.arange(len(sequences)) % 10 == 9
 training, held_out = sequences[~is_held_out], sequences[is_held_out]
 order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
 held_out = held_out[order[:16]]
-if len(training) < micro_batch_size or len(held_out) == 0:
-    refuse(f"the text has {len(ids)} tokens: too few for {micro_batch_size} sequences of {seq_len}")
 
 
 def micro_batches():
@@ -220,10 +250,10 @@ def micro_batches():
 def attend(module, q, k, v, mask, dropout=0.0, scaling=None, **_):
     """Causal attention that never builds the mask (T, T): then torch can choose flash attention."""
     is_causal = q.shape[2] > 1  # a single query, when text is written, may see every key
-    out = F.scaled_dot_product_attention(
+    mixed = F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=is_causal, scale=scaling
     )
-    return out.transpose(1, 2).contiguous(), None
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("causal", attend)
@@ -300,44 +330,47 @@ scaling = {"init_scale": config["init_scale"], "growth_interval": config["growth
 scaler = torch.amp.GradScaler(kind, **scaling, enabled=precision == "fp16")
 
 # ---- The state on disk: what decides the steps to come
-losses, norms, scales = series = torch.zeros(3, steps, device=device)
+series = torch.zeros(4, steps, device=device)
+losses, norms, scales, skips = series  # views of its rows
 parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-identity = {
-    k: v for k, v in config.items() if k not in ("name", "note", "eval_every", "save_every")
-}
+changes_nothing = {"name", "note", "corpus", "eval_every", "save_every"}
+identity = {key: config[key] for key in config.keys() - changes_nothing}
 identity |= {"device": kind, "text": hashlib.sha256(sequences.numpy()).hexdigest()}
 
 
 def save(done):
     """Write the state beside the last one, then rename it: whenever a run dies, one is whole."""
     on_cuda = torch.cuda.get_rng_state() if kind == "cuda" else None
-    random = [(torch.get_rng_state(), on_cuda)] * world
+    own = (torch.get_rng_state(), on_cuda)
+    random = [own] * world
     if world > 1:
-        dist.all_gather_object(random, random[rank])
+        dist.all_gather_object(random, own)
     if rank > 0:
         return
     state = {"identity": identity, "done": done, "series": series, "random": random}
     state |= {name: part.state_dict() for name, part in parts.items()}
+    beside = folder / "state.part"
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        torch.save(state, out / "state.part")
-        (out / "state.part").replace(out / "state.pt")
-    except (OSError, RuntimeError) as error:  # a full disk: the state before it stays
+        torch.save(state, beside)
+        beside.replace(state_file)
+    except (OSError, RuntimeError) as error:  # a full disk, say: the state before it stays
+        beside.unlink(missing_ok=True)
         say(f"step {done} NOT SAVED, the run goes on: {error}")
 
 
 def restore():
     """Take up the last state, if there is one; return how many steps it has done."""
-    if not (out / "state.pt").exists():
-        say(f"{out} has no state: from the beginning")
+    if not state_file.exists():
+        say(f"{folder} has no state: from the beginning")
         return 0
     try:  # weights_only: no code in a file runs
-        state = torch.load(out / "state.pt", map_location="cpu", weights_only=True)
+        state = torch.load(state_file, map_location="cpu", weights_only=True)
+        before = state["identity"]
     except Exception as error:  # of many kinds, if the file is damaged
-        refuse(f"{out / 'state.pt'} cannot be read; delete it to begin anew ({error})")
-    for key, before in state["identity"].items():
-        if identity.get(key) != before:
-            refuse(f"{out} has a run whose {key} was {before}, now it is {identity.get(key)}")
+        refuse(f"{state_file} cannot be read; delete it to begin anew ({error})")
+    for key, value in identity.items():
+        if before.get(key) != value:
+            refuse(f"{folder} has a run whose {key} was {before.get(key)}, now it is {value}")
     for name, part in parts.items():
         part.load_state_dict(state[name])
     series.copy_(state["series"])
@@ -374,6 +407,7 @@ def train_step(step):
         norms[step] = clip_grad_norm_([*matrices, *vectors], config["max_grad_norm"])
     scaler.step(optimizer)  # skipped if a gradient is inf or NaN
     scaler.update()  # then the scale falls; after many good steps it rises
+    skips[step] = scaler.scale(one) < scales[step]
     optimizer.zero_grad(set_to_none=True)
     if world > 1:
         dist.all_reduce(losses[step])
@@ -393,52 +427,59 @@ def held_out_loss():
     return total.item() / (len(held_out) * (seq_len - 1))
 
 
-def line(step, ms):
-    """Return what a step gave, and what the steps since the last line cost."""
-    text = f"step {step + 1}: loss {losses[step]:.4f}, rate {optimizer.param_groups[0]['lr']:.1e}"
-    text += f", norm {norms[step]:.2f}" if config["max_grad_norm"] else ""
+def report(step, ms):
+    """Return what a step gave, and what the steps since the last report cost."""
+    rate = optimizer.param_groups[0]["lr"]
+    line = f"step {step + 1}/{steps}: loss {losses[step]:.4f}, rate {rate:.1e}"
+    if config["max_grad_norm"]:
+        line += f", norm {norms[step]:.2f}"
     if scaler.is_enabled():
-        skipped = (scales[1 : step + 1] < scales[:step]).sum()
-        text += f", scale {scales[step]:g} ({skipped} skipped)"
-    text += f", {ms:,.0f} ms, {tokens_per_step / ms * 1000:,.0f} tokens/s"
+        line += f", scale {scales[step]:g} ({skips.sum():g} skipped)"
+    line += f", {ms:,.0f} ms, {tokens_per_step / ms * 1000:,.0f} tokens/s"
     if options.peak_tflops:
         tflops = flops_per_token * tokens_per_step / world / ms / 1e9
-        text += f", {tflops / options.peak_tflops:.1%} of the peak"
-    memory = torch.cuda.max_memory_allocated() if kind == "cuda" else process.memory_info().rss
-    return f"{text}, {memory / 2**20:,.0f} MiB"
+        line += f", {tflops / options.peak_tflops:.1%} of the peak"
+    if kind == "cuda":
+        return f"{line}, peak {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"
+    return f"{line}, process {psutil.Process().memory_info().rss / 2**20:,.0f} MiB"
 
 
-process, one = psutil.Process(), torch.ones((), device=device)
+one = torch.ones((), device=device)
 n_params = sum(p.numel() for p in model.parameters())
 flops_per_token = 6 * (n_params - model.transformer.wpe.weight.numel())  # PaLM, appendix B
 flops_per_token += 12 * shape.n_layer * shape.n_embd * seq_len
-say(
-    f"{config['model']}, {n_params:,} parameters, {precision}, on {world} {kind}; a step has "
-    f"{world} × {grad_accum_steps} × {micro_batch_size} sequences of {seq_len} tokens"
-)
-say(f"MiB: {'peak of the allocator' if kind == 'cuda' else 'the whole process, as it is then'}")
-if not keeps:
-    say("nothing will be kept: --save-every N keeps the state and the model")
-done = first = restore() if options.resume else 0
-stream = islice(micro_batches(), done * grad_accum_steps * world + rank, None, world)
+reported = first = restore() if options.resume else 0
+card = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+epochs = steps * tokens_per_step / training.numel()
+say(f"{config['model']}, {n_params:,} parameters, {precision}, on {world} × {card}")
+say(f"a step: {world} × {grad_accum_steps} × {micro_batch_size} sequences of {seq_len} tokens")
+say(f"text: {training.numel():,} tokens, read {epochs:.2f} times; {len(held_out)} sequences aside")
+if changes:
+    say(f"not as the file begins: {', '.join(f'{key}={changes[key]}' for key in changes)}")
+say(f"kept in {folder}" if save_every else "nothing is kept without --save-every")
+if first:
+    say(f"continues after step {first}")
+n_before = first * grad_accum_steps * world  # micro-batches; the processes take the rest in turns
+stream = islice(micro_batches(), n_before + rank, None, world)
 start = time.perf_counter()
-for step in range(done, steps):
+for step in range(first, steps):
     train_step(step)
     n = step + 1
     evaluates = config["eval_every"] and n % config["eval_every"] == 0 and n < steps
-    saves = save_every and n % save_every == 0
+    saves = save_every and (n % save_every == 0 or n == steps)
     if not (n % 10 == 0 or n in (first + 1, steps) or evaluates or saves):
         continue  # what is printed is read from the device, and the host waits for that
     if kind == "cuda":
         torch.cuda.synchronize()
-    say(line(step, 1000 * (time.perf_counter() - start) / (n - done)))
-    if not losses[max(0, n - 5) : n].isfinite().any():
-        refuse("the loss is inf or NaN; try a lower learning_rate, or a longer warm-up")
+    say(report(step, 1000 * (time.perf_counter() - start) / (n - reported)))
+    is_sound = get_total_norm([*matrices, *vectors]).isfinite()
+    if not (is_sound and losses[max(0, n - 5) : n].isfinite().any()):
+        refuse("weights or losses are inf or NaN; try a lower learning_rate, or a longer warm-up")
     if evaluates:
         say(f"step {n}: held-out loss {held_out_loss():.4f}")
-    if saves and losses[step].isfinite():
+    if saves:
         save(n)
-    done, start = n, time.perf_counter()
+    reported, start = n, time.perf_counter()
 
 # ---- What came of it
 say(f"held-out loss {held_out_loss():.4f}")
@@ -447,17 +488,21 @@ if world > 1:
     dist.destroy_process_group()
 if rank > 0:
     raise SystemExit
-model.config.use_cache = True  # while it trained, nobody would have read it
-if keeps:
-    model.save_pretrained(out / "model.part")
-    of_text = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
-    of_text.save_pretrained(out / "model.part")
-    shutil.rmtree(out / "model", ignore_errors=True)
-    (out / "model.part").rename(out / "model")
-    say(f"GPT2LMHeadModel.from_pretrained({str(out / 'model')!r}) loads the model")
+# while it trained, nobody would have read what is cached
+model.config.use_cache = model.generation_config.use_cache = True
+if save_every:
+    beside, place = folder / "model.part", folder / "model"
+    disable_progress_bar()
+    model.save_pretrained(beside)
+    as_fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+    as_fast.save_pretrained(beside)
+    shutil.rmtree(place, ignore_errors=True)
+    beside.rename(place)
+    say(f"GPT2LMHeadModel and AutoTokenizer: .from_pretrained({str(place)!r})")
 prompt = held_out[:1, :16].to(device)
 without_text = list(range(tokenizer.get_vocab_size(), shape.vocab_size)) or None  # padding
 choice = {"do_sample": True, "suppress_tokens": without_text, "pad_token_id": 0}
-text = model.eval().generate(prompt, max_new_tokens=100, **choice)
+choice |= {"max_new_tokens": 100, "attention_mask": torch.ones_like(prompt)}
+text = model.eval().generate(prompt, **choice)
 say(f"it reads: {tokenizer.decode(prompt[0].tolist())}")
 say(f"it writes: {tokenizer.decode(text[0, prompt.shape[1] :].tolist())}")

@@ -17,10 +17,10 @@ from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (49_860, 8_145),
-    "tests": (44_150, 6_632),
+    "tests": (44_365, 6_671),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_107  # README, INSTRUCTORS and the package's README
+WORDS = 3_110  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
