@@ -35,7 +35,7 @@ from labutils.machine import choose_device
 from labutils.memory.ledger import MIB
 from labutils.memory.measure import peak_allocated
 from labutils.techniques import precision
-from labutils.training.runs import flops_per_token, peak_rate
+from labutils.training.run import flops_per_token, peak_rate
 from labutils.workload import data
 from labutils.workload.build import float32_model
 

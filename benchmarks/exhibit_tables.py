@@ -31,14 +31,13 @@ from labutils.exhibits.exhibit import FOLDER
 from labutils.files import write_atomically
 from labutils.memory.kinds import PRODUCT
 from labutils.memory.ledger import CAST_WEIGHTS, MIB, WORKSPACES
-from labutils.memory.tensors import flat_gradient
+from labutils.memory.tensors import flat_gradient, window_gradient
 from labutils.prediction import trace
 from labutils.prediction.memory import STEPS, Prediction, predicted, segments_of, walk
 from labutils.prediction.time import PRODUCTS, Clock, predict_time
 from labutils.techniques import precision
 from labutils.techniques.loss import count_targets, lm_loss_sum
 from labutils.techniques.numerics import FP16
-from labutils.training.gradients import window_gradient
 from labutils.training.train import train
 from labutils.workload.build import build_optimizer, float32_model
 from labutils.workload.data import batches, sequences

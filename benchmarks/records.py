@@ -2,8 +2,8 @@
 
 Each is a CSV in labutils/reference/, below lines that say what it was made with.
 
-convergence: the arms of `labutils.training.convergence` with ten seeds each, on the same tokens:
-about twenty minutes on one thread of a CPU. rates: batches of 8 and of 32 at every rate of
+convergence: the ARMS below with ten seeds each, on the same tokens: about twenty minutes on
+one thread of a CPU. rates: batches of 8 and of 32 at every rate of
 LEARNING_RATES, with seed 0. Held-out losses are on all held-out text.
 stability: six arms at three rates with ten seeds each, a decaying rate and torch's own growth
 interval: half an hour to three hours on one thread, most of them in FP16. Each of its runs is kept
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -31,10 +32,9 @@ from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir, write_atomically
 from labutils.machine import choose_device
-from labutils.training import convergence
-from labutils.training.runs import rate_of
+from labutils.training.run import rate_of
 from labutils.training.train import Series, train
-from labutils.workload.build import build_workload
+from labutils.workload.build import build, build_workload
 from labutils.workload.data import build_data
 
 SEEDS, TOKENS, EVERY_TOKENS = 10, 98_304, 8_192
@@ -64,6 +64,65 @@ def text_of(facts: dict[str, str], rows: pd.DataFrame) -> str:
 
 # ---- Convergence
 
+# All runs have a constant rate after the warm-up. So a short run is the beginning of a longer one
+# with the same seed, and the two can be compared after equally many tokens.
+SEQ_LEN, WARMUP_TOKENS = 32, 2048
+# {arm: (micro-batches in an optimizer step, sequences in each, learning rate)}. The rate of batch_8
+# is the best of those in the record `convergence_rates`; the others follow the rule rate × √κ, or
+# keep the rate. The last one is batch_32 in one part: the two differ by rounding alone.
+ARMS = {
+    "batch_8": (1, 8, 1e-3),
+    "batch_16": (2, 8, 1e-3 * 2**0.5),
+    "batch_32": (4, 8, 2e-3),
+    "batch_32_same_rate": (4, 8, 1e-3),
+    "batch_32_at_once": (1, 32, 2e-3),
+}
+
+
+def config_of(arm: str, seed: int, tokens: int, **changes: Any) -> Config:
+    """Return the config of one run, of GPT-2 nano on any device; `changes` override it.
+
+    `tokens` are a multiple of 1024, the tokens of the largest optimizer step.
+    """
+    grad_accum_steps, micro_batch_size, rate = ARMS[arm]
+    tokens_per_step = grad_accum_steps * micro_batch_size * SEQ_LEN
+    options = {
+        "name": arm,
+        "seed": seed,
+        "model": "gpt2-nano",
+        "seq_len": SEQ_LEN,
+        "micro_batch_size": micro_batch_size,
+        "tokens_per_step": tokens_per_step,
+        "steps": tokens // tokens_per_step,
+        "learning_rate": rate,
+        "lr_schedule": "constant",
+        "lr_warmup_steps": WARMUP_TOKENS // tokens_per_step,
+    }
+    return load_config("accumulation", **(options | changes))
+
+
+def run_arm(arm: str, seed: int, tokens: int, device: torch.device, **changes: Any) -> Series:
+    """Train the config of an arm; its held-out losses are on all held-out text.
+
+    An ordinary run (`build_data`) evaluates on a few of these sequences.
+    """
+    config = config_of(arm, seed, tokens, **changes)
+    work = build(config, device)
+    _, held_out = work.data.corpus.split(SEQ_LEN)
+    return train(
+        work.model,
+        work.data.batches,
+        work.loss_fn,
+        work.optimizer,
+        steps=config.steps,
+        grad_accum_steps=config.grad_accum_steps,
+        max_grad_norm=config.max_grad_norm,
+        learning_rate_at=rate_of(config),
+        held_out=[{"input_ids": ids, "labels": ids} for ids in held_out.split(32)],
+        eval_every=config.eval_every,
+        progress=False,
+    )
+
 
 def plan_of(what: str, seeds: int) -> list[tuple[str, int, dict[str, object]]]:
     """Return every run of the record: (arm, seed, changes of its config).
@@ -73,12 +132,12 @@ def plan_of(what: str, seeds: int) -> list[tuple[str, int, dict[str, object]]]:
     if what == "rates":
         pairs = itertools.product(("batch_8", "batch_32"), LEARNING_RATES)
         return [(arm, 0, {"learning_rate": rate}) for arm, rate in pairs]
-    return [(arm, seed, {}) for seed, arm in itertools.product(range(seeds), convergence.ARMS)]
+    return [(arm, seed, {}) for seed, arm in itertools.product(range(seeds), ARMS)]
 
 
 def held_out_rows(config: Config, series: Series) -> list[dict[str, object]]:
     """Return a row for each held-out loss of a run."""
-    arm = {"arm": config.name, "sequences": config.tokens_per_step // convergence.SEQ_LEN}
+    arm = {"arm": config.name, "sequences": config.tokens_per_step // SEQ_LEN}
     arm |= {"learning_rate": round(config.learning_rate, 6), "seed": config.seed}
     rows = []
     for steps, loss in series.held_out:
@@ -91,14 +150,14 @@ def convergence_text(what: str, options: argparse.Namespace) -> str:
     """Train what the record of convergence, or of rates, holds; return its text."""
     rows = []
     for arm, seed, changes in tqdm(plan_of(what, options.seeds), file=sys.stderr, unit="run"):
-        config = convergence.config_of(arm, seed, options.tokens, **changes)
+        config = config_of(arm, seed, options.tokens, **changes)
         changes["eval_every"] = options.every_tokens // config.tokens_per_step
-        series = convergence.run(arm, seed, options.tokens, choose_device(), **changes)
+        series = run_arm(arm, seed, options.tokens, choose_device(), **changes)
         rows += held_out_rows(config, series)
-    corpus = build_data(convergence.config_of("batch_8", 0, TOKENS).on("cpu")).corpus
-    n_sequences = len(corpus.split(convergence.SEQ_LEN)[1])
+    corpus = build_data(config_of("batch_8", 0, TOKENS).on("cpu")).corpus
+    n_sequences = len(corpus.split(SEQ_LEN)[1])
     facts = facts_of(what, corpus.digest) | {"rule": RULES[what]}
-    n_targets = n_sequences * (convergence.SEQ_LEN - 1)
+    n_targets = n_sequences * (SEQ_LEN - 1)
     facts["held-out text"] = f"all {n_sequences} held-out sequences, {n_targets} targets"
     return text_of(facts, pd.DataFrame(rows))
 

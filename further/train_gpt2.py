@@ -162,7 +162,7 @@ if precision == "tf32":  # matrix products round their float32 inputs to 10 bits
         refuse("precision: tf32 needs an NVIDIA GPU of 2020 (Ampere) or later")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
-save_every = options.save_every or config["save_every"]
+save_every = options.save_every
 if save_every < 0 or (options.resume and save_every == 0):
     refuse("--save-every N needs an N of 1 or more, and --resume goes with it")
 folder = options.out or Path("runs") / config["name"]
@@ -333,7 +333,7 @@ scaler = torch.amp.GradScaler(kind, **scaling, enabled=precision == "fp16")
 series = torch.zeros(4, steps, device=device)
 losses, norms, scales, skips = series  # views of its rows
 parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-changes_nothing = {"name", "note", "corpus", "eval_every", "save_every"}
+changes_nothing = {"name", "note", "corpus", "eval_every"}
 identity = {key: config[key] for key in config.keys() - changes_nothing}
 identity |= {"device": kind, "text": hashlib.sha256(sequences.numpy()).hexdigest()}
 

@@ -27,8 +27,10 @@ from .memory.ledger import gib as gib
 from .memory.ledger import mib as mib
 from .memory.measure import measure_step as measure_step
 from .memory.measure import peak_allocated as peak_allocated
+from .memory.tensors import compare_gradients as compare_gradients
 from .memory.tensors import flat_gradient as flat_gradient
 from .memory.tensors import saved_for_backward as saved_for_backward
+from .memory.tensors import window_gradient as window_gradient
 from .prediction import allocator as allocator
 from .prediction import arithmetic as arithmetic
 from .prediction.arithmetic import n_parameters as n_parameters
@@ -60,11 +62,7 @@ from .techniques.loss import lm_loss_sum as lm_loss_sum
 from .techniques.optimizers import round_stochastically as round_stochastically
 from .techniques.precision import autocast as autocast
 from .techniques.precision import tf32 as tf32
-from .training import convergence as convergence
 from .training import profiles as profiles
-from .training.convergence import read_record as read_record
-from .training.gradients import compare_gradients as compare_gradients
-from .training.gradients import window_gradient as window_gradient
 from .training.noise import alternate as alternate
 from .training.noise import paired_difference as paired_difference
 from .training.noise import paired_ratio as paired_ratio
@@ -72,8 +70,10 @@ from .training.noise import product_speeds as product_speeds
 from .training.noise import student_t as student_t
 from .training.processes import in_processes as in_processes
 from .training.processes import write_worker as write_worker
-from .training.runs import compare as compare
-from .training.runs import find_runs as find_runs
+from .training.record import compare as compare
+from .training.record import find_runs as find_runs
+from .training.record import read_record as read_record
+from .training.run import rate_of as rate_of
 from .training.train import evaluate as evaluate
 from .training.train import to_device as to_device
 from .training.train import train as train
@@ -86,4 +86,3 @@ from .workload.data import sequences as sequences
 from .workload.gpt2 import build_model as build_model
 
 __version__: str
-from .training.runs import rate_of as rate_of

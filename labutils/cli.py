@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from labutils.config.card import CARDS
-from labutils.files import REFERENCE_DIR, require_room, runs_dir
+from labutils.files import REFERENCE_DIR, make_folder, runs_dir
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from labutils.config.card import Card
     from labutils.config.schema import Config
-    from labutils.training.runs import RunRecord
+    from labutils.training.record import RunRecord
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
 SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"  # see _print_table
@@ -54,7 +54,6 @@ RunNames = Annotated[list[str], typer.Argument(help=RUN)]
 Notebooks = Annotated[list[str], typer.Argument(help=COURSE)]
 Pairs = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a value")]
 Rerun = Annotated[bool, typer.Option("--rerun", help="train even if an equal run is recorded")]
-Resume = Annotated[bool, typer.Option("--resume", help="continue from what save_every has left")]
 Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Device = Annotated[str | None, typer.Option(metavar="CARD", help=PLACES)]
@@ -82,9 +81,8 @@ def _help(context: typer.Context) -> None:
 
 def start() -> int:
     """Run the command that a shell has given."""
-    if "RANK" not in os.environ:  # processes that were launched together must end at once
-        # A cluster's stop signal then ends a run as Ctrl-C does.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A cluster's stop signal then ends a run as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     return main()
 
 
@@ -116,20 +114,18 @@ def run(
     config: ConfigName,
     pairs: Pairs = (),
     rerun: Rerun = False,
-    resume: Resume = False,
 ) -> None:
-    """Train an experiment, or continue one; save its record in runs/."""
-    if rerun and resume:
-        raise typer.BadParameter("--rerun and --resume exclude each other")
+    """Train an experiment; save its record in runs/."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        print("labutils trains in one process; torchrun further/train_gpt2.py shares a step")
+        raise typer.Exit(2)
     from labutils.config.reader import load_config, parse_overrides
 
     experiment = load_config(config, **parse_overrides(pairs))
     from labutils.session import run_experiment, setup
 
-    if int(os.environ.get("RANK", 0)):  # of processes launched together only the first one prints
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (until the process ends)
     device = setup()
-    record = run_experiment(experiment, device=device, rerun=rerun, resume=resume)
+    record = run_experiment(experiment, device=device, rerun=rerun)
     if record.series.loss:
         _print_runs([record])
         _print_mfu([record])
@@ -139,7 +135,7 @@ def run(
 @app.command()
 def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
     """List recorded runs with NAME in theirs (--limit 0: all of them)."""
-    from labutils.training.runs import find_runs
+    from labutils.training.record import find_runs
 
     if runs_dir().exists() and not runs_dir().is_dir():
         problem = f"{runs_dir()} is not a folder; LABUTILS_RUNS names the folder of runs"
@@ -156,8 +152,6 @@ def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
         print(f"{len(named) - len(newest)} older runs: --limit 0 lists them")
     if newest:
         _print_runs(newest)
-    for path in sorted(runs_dir().glob("*.state")):
-        print(f"unfinished, or still running: {path.stem}; its command with --resume continues it")
     for problem in problems:
         print(problem, file=sys.stderr)
     raise typer.Exit(1 if problems else 0)
@@ -228,8 +222,8 @@ def _print_table(table: pd.DataFrame) -> None:
 @app.command()
 def compare(runs: RunNames, csv: Csv = False) -> None:
     """Compare recorded runs; the first is the baseline."""
-    from labutils.training.runs import compare as compare_records
-    from labutils.training.runs import load_record, readable
+    from labutils.training.record import compare as compare_records
+    from labutils.training.record import load_record, readable
 
     records = [load_record(name) for name in runs]
     table = compare_records(records)
@@ -327,7 +321,7 @@ def advise(
     if overrides or (path.is_file() and path.suffix != ".json"):
         experiment = load_config(config, **overrides)
     else:
-        from labutils.training.runs import RecordError, load_record
+        from labutils.training.record import RecordError, load_record
 
         try:
             record = load_record(config)
@@ -473,7 +467,7 @@ def doctor() -> None:
         print(
             "(of another machine, scaled by one product; a busy machine and slow 16 bits add more)"
         )
-    require_room()
+    make_folder(runs_dir())
     raise typer.Exit(1 if problem else 0)
 
 
@@ -496,7 +490,7 @@ def labs(
         for path in paths:
             print(f"wrote {pages.write_student_copy(path, student)}, without outputs")
         return
-    require_room()  # said now, and not after minutes
+    make_folder(runs_dir())  # said now, and not after minutes
     succeeded = [pages.execute(path, in_place=in_place, keep_going=keep_going) for path in paths]
     if not notebooks:
         print(f"wrote {save_all()}")

@@ -55,28 +55,8 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise NotADirectoryError(
-            f"cannot make the folder {path}: a file has that name; choose another"
-        ) from error
-
-
-def require_room(n_bytes: int = 2**18) -> None:
-    """Raise OSError if so many bytes, more than most records have, cannot be written into runs/;
-    leaves nothing.
-    """
-    try:
-        runs_dir().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=runs_dir()) as file:
-            file.write(bytes(n_bytes))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        named = (
-            "LABUTILS_RUNS names it"
-            if os.environ.get("LABUTILS_RUNS")
-            else "LABUTILS_RUNS can name another folder"
-        )
-        raise OSError(
-            f"nothing can be written to {runs_dir()} ({error.strerror}); {named}"
+            f"cannot make the folder {path}: a file has that name; choose another "
+            "(LABUTILS_RUNS names the folder of runs)"
         ) from error
 
 

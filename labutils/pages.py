@@ -27,7 +27,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from labutils.config.schema import ConfigError
 from labutils.files import REPO_DIR, make_folder, runs_dir, write_atomically
 from labutils.machine import choose_device, product_name
-from labutils.training.runs import RunRecord, find_runs
+from labutils.training.record import RunRecord, find_runs
 
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent / "page"), autoescape=True)
 CELL_TIMEOUT_S = 1200

@@ -20,7 +20,8 @@ from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.prediction.search import require_host_memory, suggest_changes
 from labutils.techniques import compiling
-from labutils.training.runs import RunRecord, run_config
+from labutils.training.record import RunRecord
+from labutils.training.run import run_config
 
 
 def setup() -> torch.device:
@@ -64,27 +65,23 @@ def run_experiment(
     *,
     device: torch.device | None = None,
     rerun: bool = False,
-    resume: bool = False,
     progress: bool = True,
 ) -> RunRecord:
     """Train the experiment of a config (or of a YAML file), and save and return its record.
 
     A completed run with equal config, code, corpus and device is returned instead, unless
     `rerun=True`. A slow precision runs fewer steps. After training, one untimed step measures
-    memory. `resume=True` continues from the state that an unfinished run with `save_every` has left
-    in runs/, or begins if there is none; on a CPU its losses are bit-identical.
+    memory.
 
     Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out
     of memory, losses that stay inf or NaN, and Ctrl-C are outcomes in the record, and what was
     allocated is free again. In a notebook KeyboardInterrupt is raised again when the record is
-    saved. Raises OSError, before training where possible, if runs/ cannot be written, and
-    StateError if a state is damaged, or belongs to another experiment of that name.
+    saved. Raises OSError, before training, if runs/ cannot be written.
     """
     return run_config(
         config,
         device or choose_device(),
         rerun=rerun,
-        resume=resume,
         progress=progress,
         require_memory=require_host_memory,
         ways_out=suggest_changes,

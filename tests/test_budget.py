@@ -16,11 +16,11 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (49_860, 8_145),
-    "tests": (44_365, 6_671),
+    "labutils": (48_340, 7_875),
+    "tests": (43_600, 6_555),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_110  # README, INSTRUCTORS and the package's README
+WORDS = 3_086  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -87,4 +87,4 @@ def test_optional_notebooks_stay_few():
 def test_benchmarks_stay_within_the_budget():
     paths = (REPO / "benchmarks").rglob("*.py")
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in paths)
-    assert lines <= 1_231, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 1_271, f"{lines:,} code lines in benchmarks/"

@@ -14,7 +14,7 @@ import torch
 from labutils import cli
 from labutils.cli import main
 from labutils.pages import all_notebooks
-from labutils.training.runs import RunRecord, load_record
+from labutils.training.record import RunRecord, load_record
 from tests.helpers import REPO, TINY
 
 SMALL = [f"--set={key}={value}" for key, value in TINY.items()] + ["--set=name=fp32"]
@@ -72,7 +72,6 @@ def test_wrong_usage_exits_with_2(capsys):
         ("predict", "fp32", "--device", ""): "no card is named ''",
         ("grade", ".", "--jobs", "0"): "--jobs",
         ("labs", "--in-place", "--student", "copies"): "excludes the other options",
-        ("run", "fp32", "--rerun", "--resume"): "exclude each other",
     }.items():
         assert main(arguments) == 2
         assert says in capsys.readouterr().err.replace("'config'", "CONFIG")
@@ -135,8 +134,8 @@ def started(*arguments: str) -> subprocess.Popen:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_ctrl_c_ends_with_130_a_record_and_the_state_of_its_last_step(runs):
-    process = started("run", "fp32", *SMALL, "--set=steps=3000", "--set=save_every=1000000")
+def test_ctrl_c_ends_with_130_and_a_record(runs):
+    process = started("run", "fp32", *SMALL, "--set=steps=3000")
     printed = ""
     while "loss " not in printed:  # the progress bar after some steps
         printed += (character := process.stdout.read(1))
@@ -144,11 +143,16 @@ def test_ctrl_c_ends_with_130_a_record_and_the_state_of_its_last_step(runs):
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in errors
-    done = len(load_record("fp32").series.loss)
-    (state,) = runs.glob("*.state")
-    assert torch.load(state, weights_only=True)["done"] == done > 0
-    assert load_record("fp32").outcome == "interrupted"
-    assert f"the state after step {done} is saved; the same command with --resume" in rest
+    record = load_record("fp32")
+    done = len(record.series.loss)
+    assert record.outcome == "interrupted" and done > 0
+    assert f"interrupted: after {done} of 3000 steps: stopped" in rest
+
+
+def test_several_processes_are_sent_to_the_script_that_shares_a_step(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["run", "fp32", *SMALL]) == 2
+    assert "torchrun further/train_gpt2.py" in capsys.readouterr().out
 
 
 def test_runs_folder_that_is_a_file_is_a_clear_error(tmp_path, monkeypatch, capsys):

@@ -21,7 +21,7 @@ from labutils.prediction.allocator import CachingAllocator, Settings
 from labutils.prediction.memory import replayed, smallest_limit
 from labutils.techniques import precision
 from labutils.techniques.adapters import add_lora
-from labutils.training.runs import RunRecord
+from labutils.training.record import RunRecord
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import POLICIES, REPO, predicted_on

@@ -8,7 +8,6 @@ import pytest
 
 import labutils as lab
 from benchmarks import records
-from labutils.training import convergence
 from tests.helpers import CPU
 
 FACTS = {"device", "torch", "python", "commit", "corpus", "threads"}
@@ -35,7 +34,7 @@ def assert_only_these_differ(configs: list[lab.Config], *keys: str) -> None:
 
 
 def test_arms_differ_in_batch_and_rate_and_see_the_same_tokens():
-    configs = {arm: convergence.config_of(arm, 3, 4096) for arm in convergence.ARMS}
+    configs = {arm: records.config_of(arm, 3, 4096) for arm in records.ARMS}
     differs = "micro_batch_size", "tokens_per_step", "steps", "learning_rate", "lr_warmup_steps"
     assert_only_these_differ(list(configs.values()), *differs)
     recorded = lab.read_record("convergence").groupby("arm").first()
@@ -51,13 +50,13 @@ def test_arms_differ_in_batch_and_rate_and_see_the_same_tokens():
 
 def test_a_run_evaluates_all_held_out_text_and_begins_as_a_longer_one(runs):
     rate = {"learning_rate": 1e-9, "lr_warmup_steps": 0}
-    untrained = convergence.run("batch_8", 0, 256, CPU, **rate).held_out[-1][1]
+    untrained = records.run_arm("batch_8", 0, 256, CPU, **rate).held_out[-1][1]
     held_out = lab.load_corpus().split(32)[1]
     model = lab.build_model("gpt2-nano", dropout=0.0)
     whole = lab.evaluate(model, [{"input_ids": held_out, "labels": held_out}], lab.lm_loss_sum)
     assert untrained == pytest.approx(whole, abs=1e-3)
-    long = convergence.run("batch_32", 1, 3072, CPU, eval_every=2)
-    short = convergence.run("batch_32", 1, 2048, CPU)
+    long = records.run_arm("batch_32", 1, 3072, CPU, eval_every=2)
+    short = records.run_arm("batch_32", 1, 2048, CPU)
     assert long.loss[:2] == pytest.approx(short.loss)
     assert long.held_out[0] == pytest.approx(short.held_out[-1])
 
@@ -77,7 +76,7 @@ def test_the_shipped_rates_say_why_the_small_batch_has_its_rate():
     rates = lab.read_record("convergence_rates").query("sequences == 8")
     for tokens in (8192, rates.tokens.max()):
         losses = rates[rates.tokens == tokens].set_index("learning_rate").held_out_loss
-        assert losses.idxmin() == convergence.ARMS["batch_8"][2]
+        assert losses.idxmin() == records.ARMS["batch_8"][2]
 
 
 # ---- Stability

@@ -18,6 +18,7 @@ from labutils.config.card import CARDS, COLUMNS, N_NEEDED, Card, card_of_row
 from labutils.config.schema import (
     CPU_PART,
     MISTAKES_SHOWN,
+    MOVED,
     Config,
     ConfigError,
     combined,
@@ -214,7 +215,7 @@ def config_of(values: Mapping[str, Any], source: str) -> Config:
 
     Raises ConfigError with a line for each value that this version of the course does not know.
     """
-    known, mistakes = typed(values)
+    known, mistakes = typed({key: values[key] for key in values if key not in MOVED})
     mistakes |= disagreements(known)
     if mistakes:
         raise ConfigError("\n".join(f"{source}: {text}" for text in mistakes.values()))

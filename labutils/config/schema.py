@@ -42,7 +42,8 @@ from labutils.config.choices import (
     Rows,
 )
 
-UNSAID = ("note", "save_every")  # they change no result, so they are not in a run's name
+UNSAID = ("note",)  # it changes no result, so it is not in a run's name
+MOVED = {"save_every": "states of long runs are kept by further/train_gpt2.py --save-every"}
 CPU_PART = "when_cpu"
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
@@ -191,9 +192,6 @@ class Config(BaseModel):
     eval_every: CountOrOff = Field(
         description="optimizer steps between held-out losses; 0 = once, at the end"
     )
-    save_every: CountOrOff = Field(
-        description="optimizer steps between saved states, to continue with run --resume; 0 = none"
-    )
     precision: one_of(PRECISIONS, SIXTEEN_BIT)
     init_scale: float = Field(gt=0, le=2.0**60, description="first loss scale; read by fp16 only")
     growth_interval: Count = Field(
@@ -310,6 +308,8 @@ def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             key = str(detail["loc"][0])
             if detail["type"] == "missing":
                 missing.append(f"`{key}`")
+            elif key in MOVED:
+                mistakes[key] = f"`{key}` is gone: {MOVED[key]}. Delete this line"
             elif detail["type"] == "extra_forbidden":
                 # a question takes time: only mistakes that are shown have one
                 few = len(mistakes) < MISTAKES_SHOWN

@@ -6,8 +6,8 @@ import pandas as pd
 
 from labutils.exhibits.exhibit import Exhibit, make_exhibit
 from labutils.plotting import curves
-from labutils.training.convergence import read_record
 from labutils.training.noise import T_95
+from labutils.training.record import read_record
 
 # Nats per token: half a per cent of the perplexity. At the small rate one step of FP32 gains more.
 WORTH_TELLING = 0.005

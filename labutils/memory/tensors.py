@@ -1,12 +1,15 @@
-"""Which bytes tensors take, what autograd keeps of them, and where the loss begins."""
+"""Which bytes tensors take, what autograd keeps of them, and how gradients differ."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -39,6 +42,48 @@ def flat_gradient(module: nn.Module) -> torch.Tensor:
             raise ValueError(f"{name} has no gradient: call backward() first")
         parts.append(parameter.grad.flatten())
     return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class GradientDifference:
+    """How a gradient differs from the right one: three numbers without unit.
+
+    `error` is the norm of the difference, `length` the norm, both relative to the right one's norm.
+    `cosine` is that of the angle between the two: 1 means the same direction.
+    """
+
+    error: float
+    length: float
+    cosine: float
+
+    def __str__(self) -> str:
+        times = f"{self.length:.2f} times as long"
+        return f"error {self.error:.1e}, {times}, cosine {self.cosine:.3f}"
+
+
+def compare_gradients(gradient: torch.Tensor, right: torch.Tensor) -> GradientDifference:
+    """Return how `gradient` differs from `right`, both `(n_parameters,)`; `right` is not all 0."""
+    norm = right.norm()
+    return GradientDifference(
+        error=((gradient - right).norm() / norm).item(),
+        length=(gradient.norm() / norm).item(),
+        cosine=F.cosine_similarity(gradient, right, dim=0).item(),
+    )
+
+
+def window_gradient(
+    model: nn.Module,
+    window: Iterable[Any],
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+) -> torch.Tensor:
+    """Return the sum of the gradients of `loss_fn(model, micro_batch)`, a scalar, over a window.
+
+    The result is `(n_parameters,)`, a copy. Gradients that stood in `.grad` before are lost.
+    """
+    model.zero_grad(set_to_none=True)
+    for micro_batch in window:
+        loss_fn(model, micro_batch).backward()
+    return flat_gradient(model)
 
 
 @contextmanager

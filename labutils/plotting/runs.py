@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from labutils.plotting.memory import stacked_memory
 from labutils.plotting.style import COLORS, line_look, new_axis, place_of
-from labutils.training.runs import RunRecord, labels
+from labutils.training.record import RunRecord, labels
 
 
 def four_panels(records: Sequence[RunRecord]) -> np.ndarray:

@@ -20,8 +20,6 @@ from labutils.config.choices import PRECISIONS
 from labutils.techniques.loss import LossFn, count_targets
 from labutils.techniques.precision import autocast, grad_scaler, tf32
 from labutils.techniques.step import take_step
-from labutils.training.accelerated import Replicas
-from labutils.training.resume import Saver, orderly_stop
 
 NON_FINITE_LIMIT = 5  # losses in a row that are inf or NaN before a run is stopped
 NO_TARGET = (
@@ -59,9 +57,9 @@ def train(
     learning_rate_at: Callable[[int], float] | None = None,
     held_out: Sequence[Any] = (),
     eval_every: int = 0,
-    saver: Saver | None = None,
     series: Series | None = None,
     progress: bool = True,
+    name: str = "run",
 ) -> Series:
     """Train `model` for `steps` optimizer steps on its own device; return what each step gave.
 
@@ -69,38 +67,29 @@ def train(
     The training ends early if they do.
     `loss_fn(model, micro_batch)` returns a loss summed over `count_targets(micro_batch)` targets.
     The sum over a step's micro-batches is divided once by their total (see `take_step`).
-    Under `accelerate launch` each process gets its own micro-batches; the gradient is that of all
-    of them.
     `learning_rate_at(step)` sets the rate of every parameter group; without it the optimizer's
     own rates stay.
+    `name` stands before the progress bar.
     `held_out` is evaluated after the last step, and after every `eval_every` steps (0: never).
-    A `saver` keeps the run's state on disk, and skips the steps that it has found done.
 
-    Raises KeyboardInterrupt at the end of the step in which Ctrl-C or SIGTERM comes, and
-    FloatingPointError after several non-finite losses in a row, which says so if the step's data
-    were not finite; ValueError before a step without targets. Whatever is raised, a `series` that
-    the caller gives has the steps so far. Raises PrecisionUnsupported before any work.
+    Raises FloatingPointError after several non-finite losses in a row, which says so if the step's
+    data were not finite; ValueError before a step without targets. Whatever is raised, Ctrl-C's
+    KeyboardInterrupt too, a `series` that the caller gives has the steps that were finished.
+    Raises PrecisionUnsupported before any work.
     """
     device = next(model.parameters()).device
     machine.card(device).require(precision)
     scaler = scaler or grad_scaler(precision, device)
-    replicas = Replicas(model, loss_fn, optimizer)
-    optimizer = replicas.optimizer
 
-    def loss_on_device(_: nn.Module, micro_batch: Any) -> torch.Tensor:
-        return replicas.loss(to_device(micro_batch, device))
+    def loss_on_device(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        return loss_fn(model, to_device(micro_batch, device))
 
     series = series or Series()
     log = StepLog(series, device, scaler)
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "log": log}
-    saver = saver or Saver("run", every=0)
-    saver.restore(parts)
-    stream = itertools.islice(batches, saver.done * grad_accum_steps, None)
+    stream = iter(batches)
     bar = tqdm(
-        range(saver.done, steps),
-        desc=saver.path.stem,
-        initial=saver.done,
-        total=steps,
+        range(1, steps + 1),
+        desc=name,
         unit="step",
         disable=not progress,
         file=sys.stdout,  # notebooks show stderr in red
@@ -109,53 +98,40 @@ def train(
     model.train()
     bad_data = ""
     try:
-        with (
-            tf32(PRECISIONS[precision].tf32),
-            bar,
-            orderly_stop(active=replicas.size == 1) as signals,
-        ):
+        with tf32(PRECISIONS[precision].tf32), bar:
             for step in bar:
                 log.begin()
                 if learning_rate_at:
                     for group in optimizer.param_groups:
-                        group["lr"] = learning_rate_at(step)
+                        group["lr"] = learning_rate_at(step - 1)
                 window = list(itertools.islice(stream, grad_accum_steps))
                 if not window:
                     break
                 n_targets = sum(map(count_targets, window))
-                if replicas.size == 1 and not n_targets:  # of several, another may have some
-                    raise ValueError(NO_TARGET.format(f"the batches of step {step + 1}"))
+                if not n_targets:
+                    raise ValueError(NO_TARGET.format(f"the batches of step {step}"))
                 mean_loss = torch.zeros((), device=device)
                 grad_norm = take_step(
                     model,
-                    replicas.in_turn(window),
+                    window,
                     loss_on_device,
                     optimizer,
-                    n_targets=replicas.mean(n_targets),
+                    n_targets=n_targets,
                     autocast=partial(autocast, precision, device),
                     scaler=scaler,
                     max_grad_norm=max_grad_norm,
                     mean_loss=mean_loss,
                 )
-                log.end(replicas.mean(mean_loss), grad_norm)
-                series.learning_rate.append(optimizer.param_groups[0]["lr"])
-                n_done, is_last = step + 1, step + 1 == steps
-                saves = saver.every and (signals or n_done % saver.every == 0)
-                # Several processes must read, and so stop, at the same step.
-                reads = log.due() if replicas.size == 1 else step % 10 == 9
-                if saves or reads or is_last:
+                log.end(mean_loss, grad_norm, optimizer.param_groups[0]["lr"])
+                if log.due() or step == steps:
                     bar.set_postfix_str(f"loss {log.read():.3f}", refresh=False)
                     is_bad = not math.isfinite(series.loss[-1])
                     # looked for only now: on a GPU this waits
-                    bad_data = is_bad and (bad_data or _not_finite(window, step + 1))
+                    bad_data = is_bad and (bad_data or _not_finite(window, step))
                     _require_finite(series.loss, bad_data)
-                if held_out and (is_last or (eval_every and n_done % eval_every == 0)):
+                if held_out and (step == steps or (eval_every and step % eval_every == 0)):
                     loss = evaluate(model, held_out, loss_fn, count_targets, precision)
-                    series.held_out.append((n_done, loss))
-                if saves and math.isfinite(series.loss[-1]):
-                    saver.save(parts, n_done)
-                if signals and not is_last:
-                    raise KeyboardInterrupt
+                    series.held_out.append((step, loss))
     finally:
         optimizer.zero_grad(set_to_none=True)  # of a step that was not finished
         log.read()
@@ -249,12 +225,13 @@ class StepLog:
         """Note that a step begins."""
         self.scale, self.start = self.scaler.scale(self.one), self._mark()
 
-    def end(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+    def end(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, rate: float) -> None:
         """Note that it ends, and its loss, gradient norm, and the scale before and after it."""
         end = self._mark()
         norm = self.nan if grad_norm is None else grad_norm
         numbers = loss, norm, self.scale, self.scaler.scale(self.one)
         self.pending.append((self.start, end, torch.stack([number.float() for number in numbers])))
+        self.series.learning_rate.append(rate)
 
     def due(self) -> bool:
         return not self.cuda or time.monotonic() - self.last_read > 1
@@ -272,10 +249,3 @@ class StepLog:
             series.step_ms.append(ms)
         self.pending, self.last_read = [], time.monotonic()
         return series.loss[-1] if series.loss else math.nan
-
-    def state_dict(self) -> dict[str, list]:
-        return self.series.model_dump()
-
-    def load_state_dict(self, state: dict[str, list]) -> None:
-        for key, values in state.items():
-            getattr(self.series, key).extend(values)

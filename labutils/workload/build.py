@@ -38,15 +38,13 @@ def build(config: Config, device: torch.device) -> Workload:
     return build_workload(run.config, device, build_data(run.config))
 
 
-def build_workload(
-    config: Config, device: torch.device, batches: Data, n_processes: int = 1
-) -> Workload:
+def build_workload(config: Config, device: torch.device, batches: Data) -> Workload:
     """Return what a resolved config trains on a device, with batches that are made already."""
     model = build_experiment_model(config, device)
     return Workload(
         model=model,
         optimizer=build_optimizer(model, config),
-        loss_fn=build_loss(config, device, accumulates=config.grad_accum_steps > n_processes),
+        loss_fn=build_loss(config, device, accumulates=config.grad_accum_steps > 1),
         scaler=precision.grad_scaler(
             config.precision, device, config.init_scale, config.growth_interval
         ),

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 
 from labutils import pages
-from labutils.training.runs import RunRecord
+from labutils.training.record import RunRecord
 from tests.helpers import REPO
 
 NOTEBOOKS = sorted(REPO.glob("0*.ipynb"))

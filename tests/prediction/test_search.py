@@ -20,7 +20,7 @@ from labutils.prediction.memory import needed_gib, predict_memory, with_more_seq
 from labutils.prediction.search import advise, fit, suggest_changes, unchanged
 from labutils.prediction.time import predict_time
 from labutils.prediction.trace import with_shape
-from labutils.training import runs as training_runs
+from labutils.training import run as training_run
 from tests.helpers import CPU, predicted_on, slow
 
 GIB = 2**30
@@ -256,7 +256,7 @@ def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     """Where memory is overcommitted, nothing would say no: the process would be killed."""
     # enough, but for fragmentation
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 70 * 2**20)
-    monkeypatch.setattr(training_runs, "train", lambda *_, **__: pytest.fail("it trained"))
+    monkeypatch.setattr(training_run, "train", lambda *_, **__: pytest.fail("it trained"))
     record = lab.run_experiment(lab.load_config("fp32"), device=CPU, progress=False)
     assert record.outcome == "out_of_memory"
     expected = "asked for 75 MiB more, 70 MiB free. 70 MiB are free now. Cheapest way out"

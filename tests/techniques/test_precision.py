@@ -10,7 +10,7 @@ from labutils.config.card import Card, Gpu
 from labutils.config.choices import PRECISIONS
 from labutils.config.schema import precision_on
 from labutils.techniques import precision
-from labutils.training.runs import datasheet_tflops
+from labutils.training.run import datasheet_tflops
 from tests.helpers import CPU
 
 

@@ -18,8 +18,8 @@ from labutils.config.card import PrecisionUnsupported
 from labutils.config.schema import fewer_steps
 from labutils.files import new_id, write_atomically
 from labutils.memory.ledger import MemoryLedger
-from labutils.training import runs as module
-from labutils.training.runs import RecordError, RunRecord, Timing, load_record
+from labutils.training import run as module
+from labutils.training.record import RecordError, RunRecord, Timing, load_record, readable
 from labutils.training.train import Series
 from labutils.workload import build as workload_build
 from labutils.workload import data
@@ -89,9 +89,8 @@ def test_slow_precision_runs_fewer_steps_and_the_record_says_so(monkeypatch):
 
 
 def test_a_run_saves_what_it_was_and_what_it_gave(runs):
-    record = run(steps=6, save_every=4)
+    record = run(steps=6)
     assert load_record(runs / f"tiny-{record.id}.json") == record
-    assert not list(runs.glob("*.state"))  # of a completed run
     series, timing = record.series, record.timing
     assert len(series.grad_norm) == 6 and series.held_out[-1][0] == 6 and 0 < record.epochs < 1
     assert record.config["model"] == "gpt2-nano" and record.memory.peak_bytes > 16e6
@@ -108,7 +107,7 @@ def test_a_run_saves_what_it_was_and_what_it_gave(runs):
 def test_an_equal_run_is_reused_and_says_so_and_rerun_forces(monkeypatch, capsys):
     first = run()
     assert capsys.readouterr().out == ""  # without progress
-    (module.runs_dir() / "other-1-2-3.json").write_text("no record of another name is read")
+    (lab.runs_dir() / "other-1-2-3.json").write_text("no record of another name is read")
     assert lab.run_experiment(tiny(), device=CPU).id == first.id
     assert f"tiny: reusing run {first.id} (equal config, code" in capsys.readouterr().out
     again = lab.run_experiment(tiny(), device=CPU, rerun=True)
@@ -130,7 +129,7 @@ def test_a_precision_that_the_device_lacks_is_a_row_with_its_reason():
     assert table.loc["tiny", "outcome"] == "completed"
     outcome = table.loc["tf32", "outcome"]
     assert outcome.startswith("unsupported: TF32") and "use fp32" in outcome
-    assert module.readable(table).loc["tf32", "step_ms"] == "–"
+    assert readable(table).loc["tf32", "step_ms"] == "–"
     with pytest.raises(PrecisionUnsupported, match="tf32 cannot run here"):
         lab.run_experiment("tf32", device=CPU)
 
@@ -181,7 +180,7 @@ def test_ctrl_c_in_a_notebook_saves_the_record_and_stops_run_all(monkeypatch):
 ALONE = {"tokens_per_step": 32, "max_grad_norm": 0.0}
 LEAN = {"gradient_checkpointing": "block", "loss_chunk_tokens": 8, "optimizer_in_backward": True}
 SWITCHES = [
-    {"precision": "fp16", "save_every": 1, "eval_every": 1, "max_grad_norm": 1.0},
+    {"precision": "fp16", "eval_every": 1, "max_grad_norm": 1.0},
     {"optimizer": "adamw_8bit", **LEAN},
     {"gradient_checkpointing": "offload"},
     pytest.param({"compile": "default"}, marks=slow),
@@ -232,13 +231,33 @@ def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
     assert target.read_bytes() == b"old"
 
 
+def test_a_record_of_version_3_is_read_and_compared(runs):
+    old = record(version=3, config={"precision": "fp32", "steps": 2, "save_every": 5})
+    old.save()
+    assert load_record("fp32") == old
+    assert "save_every" not in lab.compare([old, record("new")])
+
+
+def test_a_run_that_is_killed_or_fails_leaves_a_record_that_says_so(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(module, "train", fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run()
+    (left,), _ = lab.find_runs()
+    assert (left.outcome, left.reason) == ("interrupted", "killed, or still running")
+    monkeypatch.undo()
+    assert run(rerun=False).outcome == "completed"
+
+
 @pytest.mark.parametrize("content", [b"", b'{"version": 1}', b"\x00\xff"])
 def test_damaged_record_is_a_clear_error_and_hides_no_other(runs, content):
     good, newer = record(), record(id="29990101-000000-0000")
     good.save(), newer.save()
     bad = runs / "bad-20260101-000000-abcd.json"
     bad.write_bytes(content)
-    with pytest.raises(RecordError, match="is not a version 3 record"):
+    with pytest.raises(RecordError, match="is no record of a run"):
         load_record(bad)
     records, (damaged,) = lab.find_runs()
     assert records == [good, newer] and "bad-2026" in damaged
@@ -260,7 +279,7 @@ def test_the_first_record_is_the_baseline():
     assert table.speedup.tolist() == pytest.approx([1.0, 2.0, 1 / 3])
     assert table.precision.tolist() == ["fp32", "bf16", "slow"]
     assert table.attrs["notes"] == []
-    assert module.readable(table).loc["slow", "speedup"] == "0.333"
+    assert readable(table).loc["slow", "speedup"] == "0.333"
     names = lab.compare([record(id="a"), record(id="b"), record("bf16")]).index
     assert names.tolist() == ["fp32-a", "fp32-b", "bf16"]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import signal
 import weakref
 
 import pytest
@@ -77,26 +75,6 @@ def test_batches_without_a_target_are_named_before_they_damage_the_weights():
     assert len(series.loss) == 1 and all(p.isfinite().all() for p in model.parameters())
     with pytest.raises(ValueError, match="no target in the batches to evaluate on"):
         lab.evaluate(model, [none], lab.lm_loss_sum)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_training_after_its_step(number):
-    def batches():
-        for i, batch in enumerate(regression_batches(6)):
-            if i == 2:
-                os.kill(os.getpid(), number)
-            yield batch
-
-    series = Series()
-    before = signal.signal(number, signal.default_int_handler)  # a background shell ignores Ctrl-C
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train(two_layers(), batches(), steps=6, series=series)
-        assert signal.getsignal(number) is signal.default_int_handler
-    finally:
-        signal.signal(number, before)
-    assert len(series.loss) == len(series.step_ms) == 3
 
 
 def test_running_out_of_memory_leaves_the_steps_so_far_and_no_gradients():

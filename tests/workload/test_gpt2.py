@@ -14,7 +14,7 @@ from labutils.config.choices import CHECKPOINTING
 from labutils.techniques.attention import use_attention
 from labutils.techniques.checkpointing import ATTENTION
 from labutils.techniques.loss import ChunkedLoss
-from labutils.training.runs import flops_per_token
+from labutils.training.run import flops_per_token
 from tests.helpers import CPU, POLICIES, TINY, fill_hub_cache, in_a_process
 
 

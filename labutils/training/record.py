@@ -1,0 +1,242 @@
+"""A run as a JSON file in `runs/`, records side by side, and the long runs that ship."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from labutils.config.schema import did_you_mean
+from labutils.files import REFERENCE_DIR, program, runs_dir, write_atomically
+from labutils.memory.ledger import MemoryLedger
+from labutils.training.train import Series
+
+NO_INFLUENCE = {"note", "commit", "notebook", "torch.compile"}
+DIGITS = {"step_ms": 1, "speedup": 3, "tokens_per_s": 0}  # of a table's numbers
+DIGITS |= {"peak_mib": 1, "saving_percent": 1, "loss": 4}
+Outcome = Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"]
+
+
+class RecordError(ValueError):
+    """A record that does not exist or cannot be read. The message says which and why."""
+
+
+class Timing(BaseModel):
+    """Of the timed steps: the first ones are left out."""
+
+    median_step_ms: float
+    tokens_per_s: float
+    mfu: float  # model FLOP/s over `mfu_denominator`
+    mfu_denominator: str
+
+
+class RunRecord(BaseModel):
+    """What one training run was and what it gave. `save` writes it, `load_record` reads it back."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    version: Literal[3, 4] = 4  # 3 has `save_every` in its config
+    id: str
+    created: str
+    name: str
+    note: str = ""
+    config: dict[str, Any] = {}  # as resolved for the device
+    environment: dict[str, str] = {}
+    corpus: str = ""
+    code: str = ""
+    outcome: Outcome = "completed"
+    reason: str = ""
+    steps_planned: int = 0
+    tokens_per_step: int = 0
+    series: Series = Series()
+    epochs: float = 0.0
+    timing: Timing | None = None
+    memory: MemoryLedger | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What can change a run's results: config, device, versions, text and code."""
+        facts = self.config | self.environment
+        facts |= {"name": self.name, "text": self.corpus, "code": self.code}
+        return {key: value for key, value in facts.items() if key not in NO_INFLUENCE}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return len(self.series.loss) * self.tokens_per_step
+
+    @property
+    def ending(self) -> str:
+        """How the run ended, and why if it is not completed."""
+        words = self.outcome.replace("_", " ")
+        return words if self.outcome == "completed" else f"{words}: {self.reason}"
+
+    def save(self) -> Path:
+        """Write `runs/<name>-<id>.json` and return its path.
+
+        Raises OSError, which names LABUTILS_RUNS, if it cannot.
+        """
+        path = runs_dir() / f"{self.name}-{self.id}.json"
+        try:
+            write_atomically(path, self.model_dump_json(indent=1).encode())
+        except OSError as error:
+            problem = f"nothing can be written to {runs_dir()} ({error.strerror})"
+            raise OSError(f"{problem}; LABUTILS_RUNS names the folder of runs") from error
+        return path
+
+
+def load_record(source: str | os.PathLike[str]) -> RunRecord:
+    """Return the record meant by a run's id, a name (then the newest run of that name), or a path.
+
+    Raises RecordError if there is none, or the file is damaged or of another version.
+    """
+    source, path, names = str(source), Path(source), []
+    for record_file in _record_files():
+        name = record_file.stem.rsplit("-", 3)[0]  # of <name>-<date>-<time>-<hex>
+        names.insert(0, name)
+        if source == name or f"-{record_file.stem}".endswith(f"-{source}"):
+            path = record_file
+    if not path.is_file():
+        hint = did_you_mean(source, names, cutoff=0.4)
+        problem = f"no run {source!r} in {runs_dir()}.{hint} `{program()} runs` lists them"
+        raise RecordError(problem)
+    return _read(path)
+
+
+def _read(path: Path) -> RunRecord:
+    try:
+        return RunRecord.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = f"{path.name} is no record of a run"
+        raise RecordError(f"{problem}: {error.errors()[0]['msg']}") from None
+
+
+def _record_files(name: str = "*") -> list[Path]:
+    """Return the records of a name, or of all, oldest first."""
+    paths = runs_dir().glob(f"{name}-*-*-*.json")
+    return sorted(paths, key=lambda path: path.stem.rsplit("-", 3)[1:])
+
+
+def find_runs() -> tuple[list[RunRecord], list[str]]:
+    """Return all readable records, oldest first, and a line for each file that is not."""
+    records, damaged = [], []
+    for path in _record_files():
+        try:
+            records.append(_read(path))
+        except RecordError as error:
+            damaged.append(str(error))
+    return records, damaged
+
+
+def find_equal(planned: RunRecord) -> RunRecord | None:
+    """Return the newest completed run of the same experiment, if there is one.
+
+    Only files of the record's name are read, the newest first.
+    """
+    for path in reversed(_record_files(planned.name)):
+        with suppress(RecordError):  # `find_runs` names it
+            other = _read(path)
+            is_whole = other.outcome == "completed" and other.steps_planned == planned.steps_planned
+            if is_whole and other.identity == planned.identity:
+                return other
+    return None
+
+
+# ---- Side by side
+
+
+def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
+    """Return a table, a row for each record; the first one is the baseline.
+
+    Columns: the config keys that differ, then `step_ms` (median), `speedup` (× the baseline's),
+    `tokens_per_s`, `peak_mib`, `saving_percent` (of the baseline's peak), `loss` (at the tokens
+    that all runs saw), `outcome`. `table.attrs["notes"]` says what makes the rows unequal. There is
+    no verdict on times: single runs are no pairs (see `noise.paired_ratio`).
+    """
+    trained = [record for record in records if record.series.loss]
+    tokens = min((record.tokens for record in trained), default=0)
+    differing = _differing([_config_as_run(record) for record in trained])
+    rows = []
+    for record in records:
+        row = _config_as_run(record) | {"outcome": record.ending}
+        if record.timing:
+            row["step_ms"] = record.timing.median_step_ms
+            row["tokens_per_s"] = record.timing.tokens_per_s
+        if record.memory:
+            row["peak_mib"] = record.memory.peak_mib
+        if record.series.loss and tokens >= record.tokens_per_step:
+            row["loss"] = record.series.loss[tokens // record.tokens_per_step - 1]
+        rows.append(row)
+    index = pd.Index(labels(records), name="run")
+    table = pd.DataFrame(rows, index, [*differing, *DIGITS, "outcome"])
+    table["speedup"] = table.step_ms.iloc[0] / table.step_ms
+    table["saving_percent"] = 100 * (1 - table.peak_mib / table.peak_mib.iloc[0])
+    table.attrs["notes"] = _notes(trained, tokens)
+    return table
+
+
+def _config_as_run(record: RunRecord) -> dict[str, Any]:
+    return record.config | {"steps": len(record.series.loss) or None}  # run, not planned
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of `compare` as rounded texts, and – where a run has no such value."""
+    text = table.astype(object)
+    for column in table.columns.intersection([*DIGITS, "steps"]):
+        form = f"{{:,.{DIGITS.get(column, 0)}f}}".format
+        text[column] = table[column].map(form, na_action="ignore")
+    return text.where(table.notna(), "–")
+
+
+def labels(records: Sequence[RunRecord]) -> list[str]:
+    """Return what tells records apart: the name, with the id where several have that name."""
+    names, unique = [record.name for record in records], []
+    for record in records:
+        is_alone = names.count(record.name) == 1
+        unique.append(record.name if is_alone else f"{record.name}-{record.id}")
+    return unique
+
+
+def _differing(facts: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return facts of several runs as a table, without the columns in which all are equal."""
+    table = pd.DataFrame(facts).drop(columns=[*NO_INFLUENCE, "name"], errors="ignore").astype(str)
+    return table.loc[:, table.nunique() > 1]
+
+
+def _notes(records: Sequence[RunRecord], tokens: int) -> list[str]:
+    """Return what a reader must know before comparing these rows."""
+    facts = []
+    for record in records:
+        fact = {"corpus": record.corpus, "code version": record.code}
+        facts.append(record.environment | fact | {"tokens per step": record.tokens_per_step})
+    notes = []
+    for name, values in _differing(facts).items():
+        different = ", ".join(sorted(values.unique()))
+        notes.append(f"Unequal {name}: {different}. Compare these rows with care.")
+    shortest = dict.fromkeys(record.name for record in records if record.tokens == tokens)
+    if any(record.tokens > tokens for record in records):
+        ended = f"where the shortest runs ({', '.join(shortest)}) ended."
+        notes.append(f"`loss` is after {tokens} tokens, {ended}")
+    return notes
+
+
+# ---- Long runs that ship
+
+
+def read_record(name: str, folder: Path = REFERENCE_DIR) -> pd.DataFrame:
+    """Return recorded long runs, a row for each arm, seed and point; `attrs` has their facts.
+
+    These records ship: "convergence", "convergence_rates" and "stability". Their first lines are
+    facts, `# key: value`: the machine, the versions, the rules.
+    """
+    path = folder / f"{name}.csv"
+    table = pd.read_csv(path, comment="#")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    facts = [line[2:].split(": ", 1) for line in lines if line.startswith("# ")]
+    table.attrs.update(facts)
+    return table
