@@ -67,7 +67,6 @@ KeepGoing = Annotated[bool, typer.Option("--keep-going", help="past a cell that 
 Student = Annotated[Path | None, typer.Option(help="a folder for copies without outputs")]
 Out = Annotated[Path | None, typer.Option(help="a folder for the tables (runs/grades/FOLDER)")]
 Timeout = Annotated[float, typer.Option(min=1, help="seconds for one cell")]
-Jobs = Annotated[int, typer.Option(min=1, help="notebooks that run at once")]
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -499,10 +498,10 @@ def labs(
 
 
 @app.command()
-def grade(folder: Path, out: Out = None, timeout: Timeout = 120, jobs: Jobs = 1) -> None:
+def grade(folder: Path, out: Out = None, timeout: Timeout = 120) -> None:
     """Run submitted notebooks; write scores.csv and misconceptions.csv."""
-    from labutils.grade import grade_folder
+    from labutils.pages import grade_folder
 
     out = out or runs_dir() / "grades" / folder.resolve().name
-    scores = grade_folder(folder, out, timeout=timeout, jobs=jobs)
+    scores = grade_folder(folder, out, timeout)
     print(f"{len(scores)} students. Wrote {out}: scores.csv, misconceptions.csv")

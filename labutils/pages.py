@@ -1,14 +1,16 @@
-"""Notebooks: executed into runs/, as pages that need no network, with an index over all of them."""
+"""Notebooks: executed into runs/, as pages that need no network, with an index; and a class's."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import html
+import json
 import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from contextlib import suppress
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, pass_context
 from latex2mathml.converter import convert
 from nbclient import NotebookClient
@@ -23,8 +26,10 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbconvert import HTMLExporter
 from nbconvert.filters import strip_ansi
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from tqdm import tqdm
 
 from labutils.config.schema import ConfigError
+from labutils.exercises import VERDICTS
 from labutils.files import REPO_DIR, make_folder, runs_dir, write_atomically
 from labutils.machine import choose_device, product_name
 from labutils.training.record import RunRecord, find_runs
@@ -289,3 +294,103 @@ def write_student_copy(path: Path, folder: Path) -> Path:
         raise FileExistsError(f"{target} exists already; choose another folder")
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
     return target
+
+
+# ---- A class
+
+CALL = re.compile(r"\bexercises\.(?!hint|self_test)(\w+)\(")
+LOOK = "look at this: "
+# how names begin that nobody hands in: hidden files, what macOS packs, and ours
+NOT_WORK = (".", "__MACOSX", "scores.csv", "misconceptions.csv")
+
+
+def grade_folder(folder: Path, out: Path, timeout: float = 120) -> pd.DataFrame:
+    """Run the notebooks below a folder; return a row for each student, a column for each exercise.
+
+    Writes this table as `scores.csv`, with the number of right answers, and `misconceptions.csv`:
+    how many students had which. A verdict is what the notebook said when it ran here. It proves
+    nothing about who wrote it. A student is a folder below `folder`, or a file in it; hidden ones
+    are left out. The column `notebook` says who has none, and whose cannot be read.
+    Raises FileNotFoundError if nobody has a notebook.
+    """
+    course = [_exercises(read_notebook(path)) for path in all_notebooks()]
+    whose: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        top = folder / parts[0]
+        if top.resolve() == out.resolve() or any(part.startswith(NOT_WORK) for part in parts):
+            continue
+        notebooks = whose.setdefault(top.name if top.is_dir() else top.stem, [])
+        notebooks += [path] if path.suffix == ".ipynb" else []
+    if not any(whose.values()):
+        raise FileNotFoundError(f"no notebook is below {folder}; if archives are, unpack them")
+    rows: dict[str, dict[str, str]] = {}
+    for student, paths in tqdm(whose.items(), "students", file=sys.stdout, mininterval=1):
+        row = rows[student] = {} if paths else {"notebook": f"{LOOK}no notebook"}
+        for path in paths:
+            try:
+                verdicts = verdicts_of(path, timeout)
+            except (OSError, ConfigError) as error:
+                reason = str(error).removeprefix(f"{path} is not a notebook: ")
+                row["notebook"] = f"{LOOK}cannot be read: {reason}"
+                continue
+            of_course = max(course, key=lambda names: len(names & verdicts.keys()))
+            if of_course & verdicts.keys():
+                verdicts = dict.fromkeys(of_course, f"{LOOK}its check was not called") | verdicts
+            is_right = {name for name, verdict in row.items() if verdict == "right"}
+            row |= {name: verdicts[name] for name in verdicts if name not in is_right}
+    scores = pd.DataFrame.from_dict(rows, orient="index").rename_axis("student")
+    wrong = scores.melt(var_name="exercise", value_name="misconception").dropna()
+    wrong = wrong[wrong.misconception.str.startswith("wrong: ")]
+    scores.insert(0, "right", (scores == "right").sum(axis=1))
+    make_folder(out)
+    scores.to_csv(out / "scores.csv")
+    wrong.value_counts().rename("students").to_csv(out / "misconceptions.csv")
+    return scores
+
+
+def _exercises(notebook: nbformat.NotebookNode) -> set[str]:
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return set(CALL.findall("\n".join(code)))
+
+
+def verdicts_of(path: Path, timeout: float) -> dict[str, str]:
+    """Run a notebook without its slow cells; return {exercise: "right", "wrong: …", "open" or
+    "look at this: …"}.
+
+    A cell that takes longer than `timeout` seconds is interrupted. Raises as `read_notebook` does.
+    """
+    notebook, ended = read_notebook(path), False
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        client = NotebookClient(
+            notebook,
+            timeout=timeout,
+            interrupt_on_timeout=True,
+            allow_errors=True,
+            extra_arguments=QUIET,
+            kernel_name="python3",
+            skip_cells_with_tag="slow",
+            record_timing=False,
+            resources={"metadata": {"path": folder}},
+        )
+        own = {"LABUTILS_RUNS": f"{folder}/runs", VERDICTS: f"{folder}/verdicts"}
+        try:
+            client.execute(env=os.environ | own | {"MPLBACKEND": "Agg"})
+        except DeadKernelError:
+            ended = True
+        written = Path(folder, "verdicts")
+        lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
+    verdicts = {}
+    for cell in notebook.cells if not ended else ():
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                reason = f"raised {output.ename}: {output.evalue}"
+                if output.ename == "KeyboardInterrupt":
+                    reason = f"took more than {timeout:g} s"
+                verdicts |= dict.fromkeys(CALL.findall(cell.source), f"{LOOK}its cell {reason}")
+    if ended:
+        verdicts = dict.fromkeys(_exercises(notebook), f"{LOOK}a cell ended the kernel before it")
+    for line in lines:
+        said = json.loads(line)
+        verdicts[said["exercise"]] = said["verdict"]
+    return verdicts

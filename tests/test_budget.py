@@ -16,8 +16,8 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (48_340, 7_875),
-    "tests": (43_600, 6_555),
+    "labutils": (47_670, 7_767),
+    "tests": (43_340, 6_518),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_086  # README, INSTRUCTORS and the package's README

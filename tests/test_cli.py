@@ -70,7 +70,7 @@ def test_wrong_usage_exits_with_2(capsys):
         ("predict", "fp32", "--gpu-memory-gib", "8GB"): "--gpu-memory-gib",
         ("predict", "fp32", "--device", "t44"): "Did you mean `t4`? Or describe",
         ("predict", "fp32", "--device", ""): "no card is named ''",
-        ("grade", ".", "--jobs", "0"): "--jobs",
+        ("grade", ".", "--timeout", "0"): "--timeout",
         ("labs", "--in-place", "--student", "copies"): "excludes the other options",
     }.items():
         assert main(arguments) == 2

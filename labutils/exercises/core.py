@@ -54,9 +54,7 @@ def exercise(*hints: str) -> Callable[[Judge], Callable[..., None]]:
                 verdict, text = f"wrong: {problem}", f"Not yet: {problem}"
             print(text)
             if VERDICTS in os.environ:
-                # the grader compares them with the course's own, which ran on the same machine
-                arguments = json.dumps(given, default=lambda value: type(value).__name__)
-                line = {"exercise": judge.__name__, "verdict": verdict, "arguments": arguments}
+                line = {"exercise": judge.__name__, "verdict": verdict}
                 with Path(os.environ[VERDICTS]).open("a", encoding="utf-8") as file:
                     print(json.dumps(line), file=file)
 

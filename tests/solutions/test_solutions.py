@@ -16,9 +16,8 @@ from labutils import exercises
 from labutils.exercises.core import OPEN, is_right
 from labutils.exercises.quiz import read
 from labutils.exercises.steps import judge_epoch
-from labutils.grade import CALL
 from labutils.memory.tensors import saved_for_backward
-from labutils.pages import core_notebooks
+from labutils.pages import CALL, core_notebooks
 from labutils.plotting.blocks import layout
 from tests.helpers import code_of, read_notebook, said_by_cell
 from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04, optional
