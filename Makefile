@@ -68,7 +68,7 @@ test-slow: $(VENV)/installed
 	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist load -m slowest tests
 
 mutants: $(VENV)/installed
-	$(TWO_AT_ONCE) $(BIN)/python -m tests.mutants
+	$(TWO_AT_ONCE) $(BIN)/python -m benchmarks.mutants
 
 readme: $(VENV)/installed
 	$(BIN)/python benchmarks/readme_figure.py

@@ -1,4 +1,4 @@
-"""Does a change leave every number alone? `python tests/neutrality.py COMMIT` compares this checkout
+"""Does a change leave every number alone? `python benchmarks/neutrality.py COMMIT` compares this checkout
 with a commit. A second word keeps the questions that contain it: `COMMIT published`.
 
 Both versions answer the same questions on this machine, through Python, each in a process of its
