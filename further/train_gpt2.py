@@ -77,7 +77,7 @@ TYPES = {"integer": int, "number": float, "boolean": json.loads}
 def typed(part):
     """Return {key: value} of {key: text}. What is no such value stays, for `check` to refuse."""
     for key, text in part.items():
-        with suppress(KeyError, TypeError, ValueError):
+        with suppress(KeyError, OverflowError, TypeError, ValueError):
             value = TYPES[KEYS[key]["type"]](text)
             part[key] = value if math.isfinite(value) else text
     return part
@@ -450,10 +450,11 @@ flops_per_token = 6 * (n_params - model.transformer.wpe.weight.numel())  # PaLM,
 flops_per_token += 12 * shape.n_layer * shape.n_embd * seq_len
 reported = first = restore() if options.resume else 0
 card = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
-epochs = steps * tokens_per_step / training.numel()
+n_tokens = training.numel()
+epochs = steps * tokens_per_step / n_tokens
 say(f"{config['model']}, {n_params:,} parameters, {precision}, on {world} × {card}")
 say(f"a step: {world} × {grad_accum_steps} × {micro_batch_size} sequences of {seq_len} tokens")
-say(f"text: {training.numel():,} tokens, read {epochs:.2f} times; {len(held_out)} sequences aside")
+say(f"text: {n_tokens:,} tokens, read {epochs:.2f} times; {len(held_out)} sequences are held out")
 if changes:
     say(f"not as the file begins: {', '.join(f'{key}={changes[key]}' for key in changes)}")
 say(f"kept in {folder}" if save_every else "nothing is kept without --save-every")

@@ -116,7 +116,8 @@ def run(
 ) -> None:
     """Train an experiment; save its record in runs/."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        print("labutils trains in one process; torchrun further/train_gpt2.py shares a step")
+        script = "torchrun further/train_gpt2.py"
+        print(f"labutils trains in one process; {script} shares a step", file=sys.stderr)
         raise typer.Exit(2)
     from labutils.config.reader import load_config, parse_overrides
 

@@ -152,7 +152,7 @@ def test_ctrl_c_ends_with_130_and_a_record(runs):
 def test_several_processes_are_sent_to_the_script_that_shares_a_step(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["run", "fp32", *SMALL]) == 2
-    assert "torchrun further/train_gpt2.py" in capsys.readouterr().out
+    assert "torchrun further/train_gpt2.py" in capsys.readouterr().err
 
 
 def test_runs_folder_that_is_a_file_is_a_clear_error(tmp_path, monkeypatch, capsys):
