@@ -115,7 +115,7 @@ def run(
     rerun: Rerun = False,
 ) -> None:
     """Train an experiment; save its record in runs/."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         script = "torchrun further/train_gpt2.py"
         print(f"labutils trains in one process; {script} shares a step", file=sys.stderr)
         raise typer.Exit(2)

@@ -300,6 +300,7 @@ def write_student_copy(path: Path, folder: Path) -> Path:
 
 CALL = re.compile(r"\bexercises\.(?!hint|self_test)(\w+)\(")
 LOOK = "look at this: "
+SLOW = "slow"  # the tag of cells that train for long, and that no exercise needs
 # how names begin that nobody hands in: hidden files, what macOS packs, and ours
 NOT_WORK = (".", "__MACOSX", "scores.csv", "misconceptions.csv")
 
@@ -339,9 +340,12 @@ def grade_folder(folder: Path, out: Path, timeout: float = 120) -> pd.DataFrame:
                 verdicts = dict.fromkeys(of_course, f"{LOOK}its check was not called") | verdicts
             is_right = {name for name, verdict in row.items() if verdict == "right"}
             row |= {name: verdicts[name] for name in verdicts if name not in is_right}
-    scores = pd.DataFrame.from_dict(rows, orient="index").rename_axis("student")
+        if not row:
+            row["notebook"] = f"{LOOK}no check is called"
+    scores = pd.DataFrame.from_dict(rows, orient="index", dtype=object).rename_axis("student")
     wrong = scores.melt(var_name="exercise", value_name="misconception").dropna()
     wrong = wrong[wrong.misconception.str.startswith("wrong: ")]
+    wrong.misconception = wrong.misconception.str.removeprefix("wrong: ")
     scores.insert(0, "right", (scores == "right").sum(axis=1))
     make_folder(out)
     scores.to_csv(out / "scores.csv")
@@ -358,39 +362,59 @@ def verdicts_of(path: Path, timeout: float) -> dict[str, str]:
     """Run a notebook without its slow cells; return {exercise: "right", "wrong: …", "open" or
     "look at this: …"}.
 
-    A cell that takes longer than `timeout` seconds is interrupted. Raises as `read_notebook` does.
+    A cell that takes longer than `timeout` seconds, or that ends its kernel, is left out and the
+    notebook runs once more, so that one answer does not cost the others. Raises as `read_notebook`
+    does.
     """
-    notebook, ended = read_notebook(path), False
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        client = NotebookClient(
-            notebook,
-            timeout=timeout,
-            interrupt_on_timeout=True,
-            allow_errors=True,
-            extra_arguments=QUIET,
-            kernel_name="python3",
-            skip_cells_with_tag="slow",
-            record_timing=False,
-            resources={"metadata": {"path": folder}},
-        )
-        own = {"LABUTILS_RUNS": f"{folder}/runs", VERDICTS: f"{folder}/verdicts"}
-        try:
-            client.execute(env=os.environ | own | {"MPLBACKEND": "Agg"})
-        except DeadKernelError:
-            ended = True
-        written = Path(folder, "verdicts")
-        lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
+    notebook = read_notebook(path)
+    reasons: dict[int, str] = {}
+    stopped: tuple[int, str] | None = (-1, "")
+    while stopped:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            stopped = _run(notebook, Path(folder), timeout)
+            written = Path(folder, "verdicts")
+            said = written.read_text(encoding="utf-8", errors="replace") if written.exists() else ""
+        if stopped:
+            number, reasons[number] = stopped
+            notebook.cells[number].metadata["tags"] = [SLOW]
     verdicts = {}
-    for cell in notebook.cells if not ended else ():
+    for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             if output.output_type == "error":
-                reason = f"raised {output.ename}: {output.evalue}"
-                if output.ename == "KeyboardInterrupt":
-                    reason = f"took more than {timeout:g} s"
-                verdicts |= dict.fromkeys(CALL.findall(cell.source), f"{LOOK}its cell {reason}")
-    if ended:
-        verdicts = dict.fromkeys(_exercises(notebook), f"{LOOK}a cell ended the kernel before it")
-    for line in lines:
-        said = json.loads(line)
-        verdicts[said["exercise"]] = said["verdict"]
+                reasons.setdefault(number, f"raised {output.ename}: {output.evalue}")
+        if number in reasons:
+            reason = f"{LOOK}its cell {reasons[number]}"
+            verdicts |= dict.fromkeys(CALL.findall(cell.source), reason)
+    for line in said.splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # a line that no exercise wrote
+            verdict = json.loads(line)
+            verdicts[str(verdict["exercise"])] = str(verdict["verdict"])
     return verdicts
+
+
+def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> tuple[int, str] | None:
+    """Run a notebook; return (number, why) of a cell that stopped it, or None."""
+    numbers, interrupt = [0], _Interrupt()
+    client = NotebookClient(
+        notebook,
+        timeout=timeout,
+        allow_errors=True,
+        extra_arguments=QUIET,
+        kernel_name="python3",
+        skip_cells_with_tag=SLOW,
+        record_timing=False,
+        resources={"metadata": {"path": str(folder)}},
+        on_notebook_start=interrupt,
+        on_cell_start=lambda cell_index, **_: numbers.append(cell_index),
+        shutdown_kernel="immediate",  # a busy one, asked to end, prints errors
+    )
+    own = {"LABUTILS_RUNS": str(folder / "runs"), VERDICTS: str(folder / "verdicts")}
+    try:
+        client.execute(env=os.environ | own | {"MPLBACKEND": "Agg"})
+    except CellTimeoutError:
+        return numbers[-1], f"took more than {timeout:g} s"
+    except (DeadKernelError, asyncio.CancelledError):
+        if interrupt.has_come:
+            raise KeyboardInterrupt from None
+        return numbers[-1], "ended the kernel"
+    return None

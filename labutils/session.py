@@ -76,7 +76,8 @@ def run_experiment(
     Raises ConfigError, DataError, PrecisionUnsupported or WeightsUnavailable, before training. Out
     of memory, losses that stay inf or NaN, and Ctrl-C are outcomes in the record, and what was
     allocated is free again. In a notebook KeyboardInterrupt is raised again when the record is
-    saved. Raises OSError, before training, if runs/ cannot be written.
+    saved; any other error is raised, and the record says so. Raises OSError if runs/ cannot be
+    written: before training, unless the disk fills up.
     """
     return run_config(
         config,

@@ -60,7 +60,7 @@ CLASS = {
     "raises before": (submission(runs="my_runs = 1 / 0"), ["look at this: its cell", "right"]),
     "exits": (
         submission(step="import os; os._exit(0)"),
-        ["right", "look at this: a cell ended the kernel before it"],
+        ["right", "look at this: its cell raised NameError"],
     ),
     "cell deleted": ([SETUP, RIGHT_STEP, CHECK_STEP], ["look at this: its check was", "right"]),
     "no setup": (submission()[1:], ["look at this: its cell raised NameError"] * 2),
@@ -99,6 +99,7 @@ def test_a_class_is_graded(tmp_path):
     assert read.block_runs["no checkpoint"].startswith("wrong: that is a step")
     wrong = pd.read_csv(tmp_path / "out" / "misconceptions.csv")
     assert list(wrong.exercise.value_counts().items()) == [("amp_step", 2), ("block_runs", 1)]
+    assert not wrong.misconception.str.startswith("wrong").any()
 
 
 def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(tmp_path):
@@ -110,6 +111,7 @@ def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(tmp_path):
     with_mark = (folder / "wrong" / "a.ipynb").read_text(encoding="utf-8")
     (folder / "mark" / "a.ipynb").write_text(with_mark, encoding="utf-8-sig")
     (folder / "cut" / "a.ipynb").write_text('{"cells": [')
+    write(folder / "blank.ipynb", ["'no exercise'"])
     (folder / "anna.ipynb").write_text("<html>")
     (folder / "packed.zip").write_bytes(b"PK")
     reasons = {
@@ -117,6 +119,7 @@ def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(tmp_path):
         "anna": "look at this: cannot be read: it is a web page",
         "packed": "look at this: no notebook",
         "nobody": "look at this: no notebook",
+        "blank": "look at this: no check is called",
     }
     for _ in range(2):  # the tables may lie beside the work: they are nobody's
         scores = grade_folder(folder, folder / "grades")
@@ -128,13 +131,22 @@ def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(tmp_path):
     assert list(pd.read_csv(folder / "grades" / "misconceptions.csv").students) == [2]
 
 
-def test_a_cell_that_takes_too_long_is_stopped_and_costs_no_other(tmp_path, capfd):
-    endless = f"import time; time.sleep(600)  # {CHECK_STEP}"
-    write(tmp_path / "endless.ipynb", [SETUP, endless, "my_runs = 24", CHECK_RUNS])
-    verdicts = verdicts_of(tmp_path / "endless.ipynb", timeout=20)
-    assert verdicts["amp_step"] == "look at this: its cell took more than 20 s"
-    assert verdicts["block_runs"] == "right"
+def test_a_cell_that_ignores_interrupts_costs_no_other_answer(tmp_path, capfd):
+    busy = "while True:\n    try:\n        time.sleep(9)\n    except KeyboardInterrupt: pass"
+    lines = '{"exercise": "block_runs", "verdict": "right"}\\nno line of ours\\n'
+    says = f"import os\nopen(os.environ['LABUTILS_VERDICTS'], 'a').write('{lines}')"
+    write(tmp_path / "endless.ipynb", [f"import time\n{busy}  # {CHECK_STEP}", says])
+    assert verdicts_of(tmp_path / "endless.ipynb", timeout=2) == {
+        "amp_step": "look at this: its cell took more than 2 s",
+        "block_runs": "right",
+    }
     assert "Traceback" not in capfd.readouterr().err  # the kernel writes there too
+
+
+def test_a_class_of_one_who_calls_no_check_has_its_row(tmp_path):
+    write(tmp_path / "class" / "anna.ipynb", ["1"])
+    scores = grade_folder(tmp_path / "class", tmp_path / "out")
+    assert scores.notebook.to_dict() == {"anna": "look at this: no check is called"}
 
 
 def test_a_folder_without_notebooks_is_named(tmp_path):

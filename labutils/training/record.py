@@ -11,15 +11,18 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from labutils.config.schema import did_you_mean
+from labutils.config.schema import MOVED, did_you_mean
 from labutils.files import REFERENCE_DIR, program, runs_dir, write_atomically
 from labutils.memory.ledger import MemoryLedger
 from labutils.training.train import Series
 
-NO_INFLUENCE = {"note", "commit", "notebook", "torch.compile"}
+NO_INFLUENCE = {"note", "commit", "notebook", "torch.compile", *MOVED}
+PLANNED = "killed, or still running"  # the reason in a record until its run ends
 DIGITS = {"step_ms": 1, "speedup": 3, "tokens_per_s": 0}  # of a table's numbers
 DIGITS |= {"peak_mib": 1, "saving_percent": 1, "loss": 4}
-Outcome = Literal["completed", "interrupted", "non_finite", "out_of_memory", "unsupported"]
+Outcome = Literal[
+    "completed", "interrupted", "failed", "non_finite", "out_of_memory", "unsupported"
+]
 
 
 class RecordError(ValueError):
@@ -91,21 +94,24 @@ class RunRecord(BaseModel):
 
 
 def load_record(source: str | os.PathLike[str]) -> RunRecord:
-    """Return the record meant by a run's id, a name (then the newest run of that name), or a path.
+    """Return the record meant by a run's id, a name, or a path.
 
-    Raises RecordError if there is none, or the file is damaged or of another version.
+    Of several of a name it is the newest, but one that is not over, or was killed, only if there is
+    no other. Raises RecordError if there is none, or the file is damaged or of another version.
     """
-    source, path, names = str(source), Path(source), []
-    for record_file in _record_files():
-        name = record_file.stem.rsplit("-", 3)[0]  # of <name>-<date>-<time>-<hex>
-        names.insert(0, name)
+    source, names, paths = str(source), [], [Path(source)] if Path(source).is_file() else []
+    for record_file in reversed(_record_files()):
+        names.append(name := record_file.stem.rsplit("-", 3)[0])  # of <name>-<date>-<time>-<hex>
         if source == name or f"-{record_file.stem}".endswith(f"-{source}"):
-            path = record_file
-    if not path.is_file():
+            paths.append(record_file)
+    if not paths:
         hint = did_you_mean(source, names, cutoff=0.4)
         problem = f"no run {source!r} in {runs_dir()}.{hint} `{program()} runs` lists them"
         raise RecordError(problem)
-    return _read(path)
+    newest = _read(paths[0])
+    if newest.reason != PLANNED:
+        return newest
+    return next((r for r in map(_read, paths[1:]) if r.reason != PLANNED), newest)
 
 
 def _read(path: Path) -> RunRecord:

@@ -27,7 +27,7 @@ from labutils.memory.errors import is_out_of_memory, short_message
 from labutils.memory.measure import measure_step
 from labutils.techniques.precision import tf32
 from labutils.techniques.schedule import learning_rate_at
-from labutils.training.record import Outcome, RunRecord, Timing, find_equal
+from labutils.training.record import PLANNED, Outcome, RunRecord, Timing, find_equal
 from labutils.training.train import to_device, train
 from labutils.workload.build import Data, build_data, build_workload
 
@@ -62,9 +62,9 @@ def run_config(
             )
         return known
     path = record.save()  # that nothing can be written is better known now than after hours
-    if progress:
-        announce(run, device)
     try:
+        if progress:
+            announce(run, device)
         with (
             expandable_segments(run.config.expandable_segments, device),
             memory_limit(run.config.memory_limit_gib, device),
@@ -72,10 +72,13 @@ def run_config(
             if device.type == "cpu":
                 require_memory(run.config)
             _train_and_measure(run, device, data, record, progress)
-    except (KeyboardInterrupt, FloatingPointError, RuntimeError, MemoryError) as error:
-        record.outcome, reason = _outcome_of(error)  # raises what is no end that a record tells
+    except BaseException as error:
+        record.outcome, reason = _outcome_of(error)
         n_done = len(record.series.loss)
         record.reason = f"after {n_done} of {run.steps} steps: {reason}" if n_done else reason
+        if record.outcome == "failed":
+            record.save()
+            raise
     free_memory()
     if record.outcome == "out_of_memory":
         # here: in the handler the traceback still keeps tensors alive
@@ -101,7 +104,7 @@ def _outcome_of(error: BaseException) -> tuple[Outcome, str]:
         return "non_finite", str(error)
     if is_out_of_memory(error):
         return "out_of_memory", short_message(error)
-    raise error
+    return "failed", f"{type(error).__name__}: {error}"
 
 
 def planned_record(run: Run, device: torch.device, data: Data) -> RunRecord:
@@ -117,7 +120,7 @@ def planned_record(run: Run, device: torch.device, data: Data) -> RunRecord:
         corpus=data.corpus.digest,
         code=code_version(),
         outcome="interrupted",
-        reason="killed, or still running",
+        reason=PLANNED,
         steps_planned=run.steps,
         tokens_per_step=run.config.tokens_per_step,
     )

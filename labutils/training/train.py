@@ -75,6 +75,7 @@ def train(
     Raises FloatingPointError after several non-finite losses in a row, which says so if the step's
     data were not finite; ValueError before a step without targets. Whatever is raised, Ctrl-C's
     KeyboardInterrupt too, a `series` that the caller gives has the steps that were finished.
+    A `scaler` of the caller's may then be in the middle of its step: go on with a new one.
     Raises PrecisionUnsupported before any work.
     """
     device = next(model.parameters()).device
@@ -210,7 +211,7 @@ class StepLog:
         self.series, self.scaler, self.cuda = series, scaler, device.type == "cuda"
         self.one, self.nan = torch.tensor([1.0, math.nan], device=device)
         # of steps that are not read yet: where each begins and ends, and its numbers
-        self.pending: list[tuple[Any, Any, torch.Tensor]] = []
+        self.pending: list[tuple[Any, Any, torch.Tensor, float]] = []
         self.last_read = time.monotonic()
 
     def _mark(self) -> Any:
@@ -230,8 +231,8 @@ class StepLog:
         end = self._mark()
         norm = self.nan if grad_norm is None else grad_norm
         numbers = loss, norm, self.scale, self.scaler.scale(self.one)
-        self.pending.append((self.start, end, torch.stack([number.float() for number in numbers])))
-        self.series.learning_rate.append(rate)
+        row = torch.stack([number.float() for number in numbers])
+        self.pending.append((self.start, end, row, rate))
 
     def due(self) -> bool:
         return not self.cuda or time.monotonic() - self.last_read > 1
@@ -239,13 +240,15 @@ class StepLog:
     def read(self) -> float:
         """Fetch what is pending (this waits for the device) and return the last loss."""
         series = self.series
-        for begin, end, row in self.pending:
+        pending, self.pending = self.pending, []  # an interrupt must not read a row twice
+        for begin, end, row, rate in pending:
             loss, grad_norm, scale, next_scale = row.tolist()
             series.loss.append(loss)
             series.grad_norm.append(grad_norm)
+            series.learning_rate.append(rate)
             series.loss_scale.append(scale)
             series.skipped.append(next_scale < scale)
             ms = begin.elapsed_time(end) if self.cuda else 1000 * (end - begin)
             series.step_ms.append(ms)
-        self.pending, self.last_read = [], time.monotonic()
+        self.last_read = time.monotonic()
         return series.loss[-1] if series.loss else math.nan

@@ -231,24 +231,44 @@ def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
     assert target.read_bytes() == b"old"
 
 
-def test_a_record_of_version_3_is_read_and_compared(runs):
-    old = record(version=3, config={"precision": "fp32", "steps": 2, "save_every": 5})
-    old.save()
-    assert load_record("fp32") == old
-    assert "save_every" not in lab.compare([old, record("new")])
+def test_records_of_version_3_are_read_and_compared(runs):
+    old = []
+    for n in (5, 20):
+        config = {"precision": "fp32", "steps": 2, "save_every": n}
+        old.append(record(f"every {n}", version=3, config=config))
+        old[-1].save()
+        assert load_record(f"every {n}") == old[-1]
+    assert "save_every" not in lab.compare([*old, record("new")])
 
 
-def test_a_run_that_is_killed_or_fails_leaves_a_record_that_says_so(monkeypatch):
+def test_a_run_that_fails_leaves_a_record_with_its_steps_and_its_reason(monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(module, "train", fails)
+    monkeypatch.setattr(module, "measure_step", fails)
     with pytest.raises(RuntimeError, match="a bug"):
         run()
-    (left,), _ = lab.find_runs()
-    assert (left.outcome, left.reason) == ("interrupted", "killed, or still running")
+    left = load_record("tiny")
+    assert (left.outcome, len(left.series.loss)) == ("failed", 3)
+    assert left.reason == "after 3 of 3 steps: RuntimeError: a bug"
     monkeypatch.undo()
     assert run(rerun=False).outcome == "completed"
+
+
+def test_a_run_that_is_not_over_hides_none_that_is(monkeypatch):
+    whole, seen, train = run(), [], module.train
+
+    def looks(*args, **options):
+        seen.extend([lab.find_runs()[0][-1], load_record("tiny")])
+        return train(*args, **options)
+
+    monkeypatch.setattr(module, "train", looks)
+    after = run()
+    planned, by_name = seen
+    assert (planned.id, planned.reason) == (after.id, "killed, or still running")
+    assert by_name == whole
+    planned.save()
+    assert load_record("tiny") == whole and load_record(planned.id) == planned
 
 
 @pytest.mark.parametrize("content", [b"", b'{"version": 1}', b"\x00\xff"])
