@@ -191,7 +191,9 @@ def _shorten_errors(notebook: nbformat.NotebookNode) -> None:
 
 
 class _Renderer(IPythonRenderer):
-    """Markdown → HTML with formulas as MathML and links that lead from page to page."""
+    """Markdown → HTML with formulas as MathML and links that lead from page to page, or from runs/
+    to another file of the course.
+    """
 
     def block_math(self, body: str) -> str:
         return f"<p>{convert(body, display='block')}</p>"
@@ -200,6 +202,10 @@ class _Renderer(IPythonRenderer):
         return convert(body)
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
+        file = REPO_DIR / re.sub(r"^(\.\./)+", "", url)
+        is_here = not re.match(r"[a-z]+:", url) and file.is_file()
+        if is_here and file.suffix != ".ipynb":  # of the course, but no page
+            url = Path(os.path.relpath(file, runs_dir())).as_posix()
         return super().link(text, NOTEBOOK_LINK.sub(r"\1.html", url), title)
 
 

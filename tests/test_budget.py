@@ -16,13 +16,13 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_890, 7_797),
-    "tests": (41_772, 6_317),
+    "labutils": (47_932, 7_801),
+    "tests": (41_831, 6_324),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (23_585, []),
     "engine": (11_023, ["prediction"]),
-    "desk": (13_282, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (13_324, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_086  # README, INSTRUCTORS and the package's README

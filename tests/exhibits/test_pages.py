@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import nbformat
 import pytest
 
@@ -40,6 +42,14 @@ def test_formulas_are_drawn_and_links_lead_to_pages(visit, browser):
     entry = browser.find_element("css selector", "nav li:nth-child(2) a")
     assert entry.text == "A & B"
     assert browser.find_elements("css selector", f'h2[id="{entry.get_attribute("hash")[1:]}"]')
+
+
+@pytest.mark.parametrize("link", ["further/train_gpt2.py", "../README.md"])
+def test_a_link_to_a_file_of_the_course_leads_there_from_runs(link, runs):
+    cell = nbformat.v4.new_markdown_cell(f"[a file]({link})")
+    text = pages.page(nbformat.v4.new_notebook(cells=[cell]), "A Card")
+    (href,) = re.findall(r'<a href="([^"]*)">a file</a>', text)
+    assert (runs / href).resolve() == REPO / link.removeprefix("../")
 
 
 def test_the_index_leads_to_what_is_there(runs, visit, browser):
