@@ -16,11 +16,11 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_932, 7_801),
-    "tests": (41_831, 6_324),
+    "labutils": (47_944, 7_802),
+    "tests": (41_853, 6_326),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (23_585, []),
+    "kit": (23_597, []),
     "engine": (11_023, ["prediction"]),
     "desk": (13_324, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }

@@ -79,14 +79,14 @@ class RunRecord(BaseModel):
         words = self.outcome.replace("_", " ")
         return words if self.outcome == "completed" else f"{words}: {self.reason}"
 
-    def save(self) -> Path:
-        """Write `runs/<name>-<id>.json` and return its path.
+    def save(self, n_bytes: int = 0) -> Path:
+        """Write `runs/<name>-<id>.json` and return its path; spaces fill it up to `n_bytes`.
 
         Raises OSError, which names LABUTILS_RUNS, if it cannot.
         """
         path = runs_dir() / f"{self.name}-{self.id}.json"
         try:
-            write_atomically(path, self.model_dump_json(indent=1).encode())
+            write_atomically(path, self.model_dump_json(indent=1).encode().ljust(n_bytes))
         except OSError as error:
             problem = f"nothing can be written to {runs_dir()} ({error.strerror})"
             raise OSError(f"{problem}; LABUTILS_RUNS names the folder of runs") from error

@@ -260,6 +260,8 @@ def test_a_run_that_is_not_over_hides_none_that_is(monkeypatch):
 
     def looks(*args, **options):
         seen.extend([lab.find_runs()[0][-1], load_record("tiny")])
+        path = lab.runs_dir() / f"tiny-{seen[0].id}.json"
+        assert path.stat().st_size == module.ROOM  # the room that the run's record will need
         return train(*args, **options)
 
     monkeypatch.setattr(module, "train", looks)
