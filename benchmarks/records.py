@@ -2,9 +2,9 @@
 
 Each is a CSV in labutils/reference/, below lines that say what it was made with.
 
-convergence: the ARMS below with ten seeds each, on the same tokens: about twenty minutes on
-one thread of a CPU. rates: batches of 8 and of 32 at every rate of
-LEARNING_RATES, with seed 0. Held-out losses are on all held-out text.
+convergence: the ARMS below with ten seeds each, on the same tokens: about twenty minutes on one
+thread of a CPU. rates: batches of 8 and of 32 at every rate of LEARNING_RATES, with seed 0.
+Held-out losses are on all held-out text.
 stability: six arms at three rates with ten seeds each, a decaying rate and torch's own growth
 interval: half an hour to three hours on one thread, most of them in FP16. Each of its runs is kept
 in runs/ when it ends, so it continues where it was stopped.

@@ -1,7 +1,7 @@
 """Train GPT-2 as a file of `configs/` says, in one script: no labutils, nothing hidden.
 
     python further/train_gpt2.py configs/fp16_config.yaml --set steps=20
-    torchrun --nproc_per_node 2 further/train_gpt2.py configs/bf16_config.yaml \\
+    torchrun --nproc_per_node 2 further/train_gpt2.py configs/fp32_config.yaml \\
         --set micro_batch_size=2 --save-every 20
 
 Automatic mixed precision, a GradScaler, gradient accumulation, gradient checkpointing and clipping.
@@ -152,14 +152,14 @@ if left_over:
 targets_per_step = tokens_per_step // seq_len * (seq_len - 1)  # none is a first token
 
 precision = config["precision"]
-if precision == "16bit":  # BF16 where there is hardware for it, else FP16
-    has_bf16 = kind == "cpu" or torch.cuda.get_device_capability() >= (8, 0)
-    precision = "bf16" if has_bf16 else "fp16"
+is_old = kind == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # no TF32 and no BF16
+if precision == "16bit":
+    precision = "fp16" if is_old else "bf16"
+if (is_old and precision in ("tf32", "bf16")) or (kind == "cpu" and precision == "tf32"):
+    refuse(f"precision: {precision} needs an NVIDIA GPU of 2020 (Ampere) or later; use fp16")
 uses_amp = precision in ("fp16", "bf16")
 amp_dtype = torch.float16 if precision == "fp16" else torch.bfloat16
 if precision == "tf32":  # matrix products round their float32 inputs to 10 bits of mantissa
-    if kind == "cpu" or torch.cuda.get_device_capability() < (8, 0):
-        refuse("precision: tf32 needs an NVIDIA GPU of 2020 (Ampere) or later")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
 save_every = options.save_every

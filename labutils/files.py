@@ -8,11 +8,9 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
 
 REPO_DIR = Path(__file__).resolve().parent.parent
 CONFIGS_DIR = REPO_DIR / "configs"
@@ -29,17 +27,16 @@ def program() -> str:
     return "labutils" if shutil.which("labutils") else "python -m labutils"
 
 
-def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that a reader sees all of it or none, creating its folder. Raises OSError.
 
-    `content` may be a function that writes into the file it is given. A process killed meanwhile
-    leaves a hidden file.
+    A process killed meanwhile leaves a hidden file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-")
     try:
         with os.fdopen(handle, "w+b") as file:
-            content(file) if callable(content) else file.write(content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o644)  # in a shared folder others may read it; mkstemp lets nobody

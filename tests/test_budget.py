@@ -16,13 +16,13 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_944, 7_802),
-    "tests": (41_853, 6_326),
+    "labutils": (47_924, 7_800),
+    "tests": (41_845, 6_326),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (23_597, []),
+    "kit": (23_580, []),
     "engine": (11_023, ["prediction"]),
-    "desk": (13_324, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (13_321, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_086  # README, INSTRUCTORS and the package's README

@@ -8,7 +8,7 @@ import pytest
 
 import labutils as lab
 from benchmarks import records
-from tests.helpers import CPU
+from tests.helpers import CPU, code_of
 
 FACTS = {"device", "torch", "python", "commit", "corpus", "threads"}
 
@@ -46,6 +46,13 @@ def test_arms_differ_in_batch_and_rate_and_see_the_same_tokens():
         rate = 1e-3 if arm == "batch_32_same_rate" else 1e-3 * kappa**0.5
         assert config.learning_rate == pytest.approx(rate)
         assert recorded.learning_rate[arm] == pytest.approx(rate, rel=1e-3)
+
+
+def test_notebook_02_trains_runs_of_the_record():
+    cell = code_of("02-Gradient_Accumulation.ipynb")["arms-of-learning"]
+    names = {}
+    exec(cell.partition("def ")[0], names)
+    assert names["RUNS"].items() <= records.ARMS.items()
 
 
 def test_a_run_evaluates_all_held_out_text_and_begins_as_a_longer_one(runs):

@@ -109,7 +109,6 @@ def test_a_text_of_ones_own_is_read_again_in_a_new_order(runs, tmp_path, monkeyp
         ("dropout=nan", "dropout: 'nan' is not of type 'number'"),
         ("micro_batch_size=3", "(micro_batch_size) × 1 (processes); try --set micro_batch_size=2"),
         ("corpus=nowhere.txt", "No such file or directory: 'nowhere.txt'"),
-        ("seq_len=8192", "tokens_per_step 512 is no multiple"),
     ],
 )
 def test_what_the_script_cannot_do_is_refused(pair, answer, monkeypatch, capsys):
@@ -166,13 +165,12 @@ def test_a_line_tells_what_a_run_records_and_held_out_losses_are_equal(
         f"scale {series.loss_scale[i]:g} ({sum(series.skipped)} skipped), "
     )
     assert told in lines
-    costs = r"([\d,]+) ms, ([\d,]+) tokens/s, (.*)% of the peak, \w+ ([\d,]+) MiB\n"
+    costs = r"[\d,]+ ms, ([\d,]+) tokens/s, (.*)% of the peak, process [\d,]+ MiB\n"
     found = re.search(f"{re.escape(told)}{costs}", lines)
-    ms, tokens_per_s, share, _ = (float(text.replace(",", "")) for text in found.groups())
+    tokens_per_s, share = (float(text.replace(",", "")) for text in found.groups())
     model = lab.build(lab.load_config("fp16", **changes), device=CPU).model
     flops = flops_per_token(model, TINY["seq_len"])
     assert share / 100 == pytest.approx(flops * tokens_per_s / 1e12, rel=0.3)
-    assert ms == pytest.approx(1000 * TINY["tokens_per_step"] / tokens_per_s, rel=0.3)
 
 
 LONG = TINY | {"dropout": 0.1, "steps": 5, "lr_warmup_steps": 1}
@@ -199,10 +197,10 @@ def test_a_run_that_dies_while_it_saves_is_continued_bit_for_bit(
     capsys.readouterr()
     rest = run_script(name, changes, monkeypatch, *flags, "--resume")
     assert "step 2/" not in capsys.readouterr().out
-    for series in ("losses", "norms", "scales"):
-        torch.testing.assert_close(whole[series], rest[series], rtol=0, atol=0, equal_nan=True)
-    pairs = zip(whole["model"].parameters(), rest["model"].parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(whole["series"], rest["series"], **exactly)
+    left = rest["model"].state_dict()
+    torch.testing.assert_close(whole["model"].state_dict(), left, **exactly)
 
 
 def test_a_run_is_neither_overwritten_nor_mixed_with_another(
@@ -259,10 +257,10 @@ def test_the_model_that_is_left_is_one_of_transformers(
         loss = model(input_ids=ids, labels=ids).loss.item()
     assert loss == pytest.approx(float(re.findall(r"held-out loss (.*)", lines)[-1]), abs=1e-3)
     assert f"it reads: {tokenizer.decode(ids[0, :16])}\n" in lines
-    prompt = tokenizer("A class is", return_tensors="pt")
-    assert tokenizer.decode(model.generate(**prompt, max_new_tokens=9)[0]).startswith("A class is")
-    written = lines.split("it writes: ")[1]
-    assert len(tokenizer(written)["input_ids"]) > 20
+    options = {"max_new_tokens": 9, "output_scores": True, "return_dict_in_generate": True}
+    options |= tokenizer("A class is", return_tensors="pt")
+    torch.testing.assert_close(*(m.generate(**options).scores for m in (model, run["model"])))
+    assert len(tokenizer(lines.split("it writes: ")[1])["input_ids"]) > 20
 
 
 @pytest.mark.parametrize("change", [{"gradient_checkpointing": "block"}, {"loss_chunk_tokens": 16}])
@@ -274,7 +272,7 @@ def test_what_is_computed_again_is_not_kept(change, little_text, monkeypatch):
             n_bytes.append(tensor.nbytes)
             return tensor
 
-        changes |= TINY | {"steps": 1, "lr_warmup_steps": 0, "dropout": 0.1}
+        changes |= TINY | {"steps": 1, "lr_warmup_steps": 0}
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             run_script("fp32", changes, monkeypatch)
         return sum(n_bytes)
@@ -322,20 +320,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.processes
 def test_two_processes_train_like_one(tmp_path):
-    disk_is_full_after_step_4 = tmp_path / "late_disk.py"
-    disk_is_full_after_step_4.write_text(LATE_DISK)
+    full_after_4 = tmp_path / "late_disk.py"
+    full_after_4.write_text(LATE_DISK)
 
-    def together(n, out, *flags, dropout=0.0, script=(SCRIPT,)):
-        changes = TINY | {"tokens_per_step": 512, "steps": 6, "lr_warmup_steps": 1}
-        changes |= {"dropout": dropout, "eval_every": 3}
+    def together(n, out, *more, script=(SCRIPT,)):
+        changes = LONG | {"tokens_per_step": 512, "steps": 6, "eval_every": 3, "dropout": 0}
         pairs = [f"{key}={value}" for key, value in changes.items()]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc_per_node={n}", *script, REPO / "configs" / "fp32_config.yaml"]
-        command += ["--save-every", 4, "--out", tmp_path / out, "--set", *pairs, *flags]
+        command += ["--save-every", 4, "--out", tmp_path / out, "--set", *pairs, *more]
         answer = subprocess.run(
             list(map(str, command)),
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-            cwd=REPO,
             capture_output=True,
             text=True,
         )
@@ -354,10 +350,9 @@ def test_two_processes_train_like_one(tmp_path):
     assert held_out_of_two == pytest.approx(held_out, abs=2e-4) and len(held_out) == 2
     torch.testing.assert_close(weights_of_two, weights, rtol=1e-4, atol=1e-5)
     # each with dropout of its own; continued from step 4 bit for bit
-    stopped = disk_is_full_after_step_4, SCRIPT
-    _, _, weights = together(2, "dropout", dropout=0.1, script=stopped)
-    _, _, again = together(2, "dropout", "--resume", dropout=0.1)
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    _, _, weights = together(2, "dropout", "dropout=0.1", script=[full_after_4, SCRIPT])
+    _, _, again = together(2, "dropout", "dropout=0.1", "--resume")
+    torch.testing.assert_close(weights, again, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

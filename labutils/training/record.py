@@ -16,7 +16,7 @@ from labutils.files import REFERENCE_DIR, program, runs_dir, write_atomically
 from labutils.memory.ledger import MemoryLedger
 from labutils.training.train import Series
 
-NO_INFLUENCE = {"note", "commit", "notebook", "torch.compile", *MOVED}
+NO_INFLUENCE = {"note", "commit", "notebook", "torch.compile", "resumed", *MOVED}
 PLANNED = "killed, or still running"  # the reason in a record until its run ends
 DIGITS = {"step_ms": 1, "speedup": 3, "tokens_per_s": 0}  # of a table's numbers
 DIGITS |= {"peak_mib": 1, "saving_percent": 1, "loss": 4}
