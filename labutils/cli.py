@@ -13,11 +13,10 @@ import re
 import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,17 +28,9 @@ if TYPE_CHECKING:
 
     from labutils.config.card import Card
     from labutils.config.schema import Config
-    from labutils.training.record import RunRecord
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
 SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"  # see _print_table
-
-
-def _no_nan(value: float | None) -> float | None:
-    """Refuse NaN, which is in every range."""
-    if value is not None and math.isnan(value):
-        raise typer.BadParameter("nan is no amount of memory")
-    return value
 
 
 CONFIG = "a YAML file, or a short name such as bf16"
@@ -58,9 +49,7 @@ Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Device = Annotated[str | None, typer.Option(metavar="CARD", help=PLACES)]
 Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
-MEMORY = typer.Option(
-    min=0.001, max=1e6, callback=_no_nan, help="to fit into, instead of the card's own"
-)
+MEMORY = typer.Option(min=0.001, max=1e6, help="to fit into, instead of the card's own")
 Gib = Annotated[float | None, MEMORY]
 InPlace = Annotated[bool, typer.Option("--in-place", help="for maintainers: write outputs back")]
 KeepGoing = Annotated[bool, typer.Option("--keep-going", help="past a cell that fails")]
@@ -126,16 +115,15 @@ def run(
 
     device = setup()
     record = run_experiment(experiment, device=device, rerun=rerun)
-    if record.series.loss:
-        _print_runs([record])
-        _print_mfu([record])
+    if record.outcome == "completed":  # any other has been told
+        print(record)
     raise typer.Exit(EXIT_CODES.get(record.outcome, 1))
 
 
 @app.command()
 def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
     """List recorded runs with NAME in theirs (--limit 0: all of them)."""
-    from labutils.training.record import find_runs
+    from labutils.training.record import find_runs, summary
 
     if runs_dir().exists() and not runs_dir().is_dir():
         problem = f"{runs_dir()} is not a folder; LABUTILS_RUNS names the folder of runs"
@@ -151,44 +139,13 @@ def runs(name: Annotated[str, typer.Argument()] = "", limit: int = 20) -> None:
     elif len(newest) < len(named):
         print(f"{len(named) - len(newest)} older runs: --limit 0 lists them")
     if newest:
-        _print_runs(newest)
+        table = summary(newest)
+        if len(newest) > 1 and table.device.nunique() == 1:
+            print(f"device: {table.pop('device').iloc[0]}")
+        _print_table(table)
     for problem in problems:
         print(problem, file=sys.stderr)
     raise typer.Exit(1 if problems else 0)
-
-
-def _print_runs(records: Sequence[RunRecord]) -> None:
-    """Print a row for each record; a device that they have in common stands above."""
-    import pandas as pd
-
-    table = pd.DataFrame([_row(record) for record in records]).set_index("run")
-    if len(table) > 1 and table["device"].nunique() == 1:
-        print(f"device: {table['device'].iloc[0]}")
-        table = table.drop(columns="device")
-    _print_table(table)
-
-
-def _row(record: RunRecord) -> dict[str, Any]:
-    row = {"run": f"{record.name}-{record.id}", "device": record.environment.get("device", "")}
-    row |= {"outcome": record.outcome, "steps": len(record.series.loss)}
-    row |= dict.fromkeys(("tokens/s", "peak MiB", "loss", "held-out"), "–")
-    if record.timing:
-        row["tokens/s"] = f"{record.timing.tokens_per_s:.0f}"
-    if record.memory:
-        row["peak MiB"] = f"{record.memory.peak_bytes / 2**20:.1f}"
-    if record.series.loss:
-        row["loss"] = f"{record.series.loss[-1]:.4f}"
-    if record.series.held_out:
-        row["held-out"] = f"{record.series.held_out[-1][1]:.4f}"
-    return row | {"note": textwrap.shorten(record.note, 40, placeholder=" …")}
-
-
-def _print_mfu(records: Sequence[RunRecord]) -> None:
-    """Print how much of a device's rate the runs reached, and which rate that is."""
-    for name, timing in {record.name: record.timing for record in records}.items():
-        if timing and timing.mfu:
-            speed = f"{timing.tokens_per_s:,.0f} tokens/s, MFU {100 * timing.mfu:.1f} %"
-            print(f"{name}: {speed} of {timing.mfu_denominator}")
 
 
 def _print_table(table: pd.DataFrame) -> None:
@@ -231,7 +188,9 @@ def compare(runs: RunNames, csv: Csv = False) -> None:
         print(table.to_csv(), end="")
     else:
         _print_table(readable(table))
-        _print_mfu(records)
+        for record in records:
+            if record.timing and record.timing.mfu:
+                print(f"{record.name}: {record.timing}")
     for note in table.attrs["notes"]:
         print(note, file=sys.stderr)
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import pandas as pd
@@ -36,6 +37,12 @@ class Timing(BaseModel):
     tokens_per_s: float
     mfu: float  # model FLOP/s over `mfu_denominator`
     mfu_denominator: str
+
+    def __str__(self) -> str:
+        """Tokens per second, and how much of the device's rate that is, if the rate is known."""
+        speed = f"{self.tokens_per_s:,.0f} tokens/s"
+        share = f", MFU {100 * self.mfu:.1f} % of {self.mfu_denominator}"
+        return speed + (share if self.mfu else "")
 
 
 class RunRecord(BaseModel):
@@ -78,6 +85,20 @@ class RunRecord(BaseModel):
         """How the run ended, and why if it is not completed."""
         words = self.outcome.replace("_", " ")
         return words if self.outcome == "completed" else f"{words}: {self.reason}"
+
+    def __str__(self) -> str:
+        """How it ended and on which device, its speed, its peak, and its last losses."""
+        device, series = self.environment.get("device", "an unknown device"), self.series
+        ending = f"{len(series.loss)} steps" if self.outcome == "completed" else self.ending
+        lines = [f"{self.name}-{self.id} on {device}: {ending}"]
+        if self.timing:
+            lines.append(str(self.timing))
+        if self.memory:
+            lines.append(f"peak {self.memory.peak_mib:,.1f} MiB, {self.memory.method}")
+        if series.loss:
+            held_out = f", held out {series.held_out[-1][1]:.4f}" if series.held_out else ""
+            lines.append(f"loss {series.loss[-1]:.4f}{held_out}")
+        return "\n".join(lines)
 
     def save(self, n_bytes: int = 0) -> Path:
         """Write `runs/<name>-<id>.json` and return its path; spaces fill it up to `n_bytes`.
@@ -188,6 +209,29 @@ def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
 
 def _config_as_run(record: RunRecord) -> dict[str, Any]:
     return record.config | {"steps": len(record.series.loss) or None}  # run, not planned
+
+
+def summary(records: Sequence[RunRecord]) -> pd.DataFrame:
+    """Return a row of texts for each record, and – for what it has not: how it ended, and what it
+    gave at its end.
+    """
+    rows = []
+    for record in records:
+        series = record.series
+        row = {"device": record.environment.get("device", ""), "outcome": record.outcome}
+        row |= {"steps": str(len(series.loss)), "tokens/s": "–", "peak MiB": "–"}
+        row |= {"loss": "–", "held-out": "–", "note": shorten(record.note, 40, placeholder=" …")}
+        if record.timing:
+            row["tokens/s"] = f"{record.timing.tokens_per_s:.0f}"
+        if record.memory:
+            row["peak MiB"] = f"{record.memory.peak_mib:.1f}"
+        if series.loss:
+            row["loss"] = f"{series.loss[-1]:.4f}"
+        if series.held_out:
+            row["held-out"] = f"{series.held_out[-1][1]:.4f}"
+        rows.append(row)
+    index = [f"{record.name}-{record.id}" for record in records]
+    return pd.DataFrame(rows, pd.Index(index, name="run"))
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from labutils import machine
-from labutils.config.card import CARDS
 from labutils.config.choices import COMPILE_MODES, PRECISIONS
-from labutils.config.reader import load_config
+from labutils.config.reader import card_named, load_config
 from labutils.config.schema import Config, Run, resolve
 from labutils.files import code_version, commit, new_id
 from labutils.machine import in_notebook
@@ -89,7 +88,7 @@ def run_config(
     record.epochs = micro_batches / data.micro_batches_per_epoch
     record.save()
     if record.outcome != "completed":
-        print(f"{record.name}: {record.ending}")
+        print(record)
     if progress:
         print(f"{record.name}: saved {path.name}")
     if record.outcome == "interrupted" and in_notebook():
@@ -202,26 +201,17 @@ def _train_and_measure(
 
 # ---- Speed
 
-# A card as torch names it, without the maker: its row among the cards, which has the datasheet's
-# dense peaks. A slice of a card or a variant (MIG, NVL, Laptop) has another name, so no datasheet.
-CARD_OF_PRODUCT = {
-    "Tesla T4": "t4",
-    "Tesla V100-SXM2-16GB": "v100",
-    "Tesla V100-SXM2-32GB": "v100",
-    "A100-SXM4-40GB": "a100",
-    "A100-SXM4-80GB": "a100",
-    "A100-PCIE-40GB": "a100",
-    "A100 80GB PCIe": "a100",
-    "H100 80GB HBM3": "h100",
-    "H100 PCIe": "h100-pcie",
-    "H200": "h200",
-}
-
 
 def datasheet_tflops(product: str) -> dict[str, float]:
-    """Return {kind of product: dense TFLOP/s} of a card by its full name; {} if it is unknown."""
-    row = CARD_OF_PRODUCT.get(product.removeprefix("NVIDIA "))
-    return CARDS[row].speed.tflops if row else {}
+    """Return {kind of product: dense TFLOP/s} of a card by the name that torch gives it.
+
+    It is {} if `cards.csv` lacks the card. A slice of a card or a variant (MIG, NVL, most laptops)
+    has another name, so it has no datasheet.
+    """
+    try:
+        return card_named(product).speed.tflops
+    except ValueError:
+        return {}
 
 
 @lru_cache(maxsize=8)

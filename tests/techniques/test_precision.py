@@ -86,6 +86,7 @@ def test_16bit_is_no_precision_until_a_card_decides():
         ("NVIDIA H200", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
         ("Tesla T4", 65.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA H200 NVL", None),
         ("NVIDIA RTX A1000 Laptop GPU", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
