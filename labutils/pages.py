@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +99,8 @@ def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> 
     """
     notebook = read_notebook(path)
     interrupt = _Interrupt()
+    n_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
+    bar = tqdm(total=n_cells, desc=path.name, unit=" cells", file=sys.stdout, mininterval=0)
     client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
@@ -109,23 +110,22 @@ def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> 
         coalesce_streams=True,  # one output of each stream, without what progress bars overwrote
         record_timing=False,
         resources={"metadata": {"path": str(REPO_DIR)}},
-        on_cell_executed=_Progress(path.name, notebook),
+        on_cell_executed=lambda cell, **_: bar.update(cell.cell_type == "code"),
         on_notebook_start=interrupt,
     )
-    start, problem = time.perf_counter(), ""
+    problem = ""
     try:
         client.execute(env=os.environ | {"LABUTILS_NOTEBOOK": path.stem})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = str(error)
     except (KeyboardInterrupt, asyncio.CancelledError):
         interrupt.has_come = True
+    bar.close()
     if interrupt.has_come:
         problem = f"interrupted in {path.name}"
     elif keep_going:
         failed = [str(n) for n, cell in enumerate(notebook.cells) if _has_failed(cell)]
         problem = f"failed: cells {', '.join(failed)} of {path.name}, from 0" if failed else ""
-    over = "\r" if sys.stdout.isatty() else ""
-    print(f"{over}{path.name}: {time.perf_counter() - start:.0f} s{' ' * 20}".rstrip())
     _shorten_errors(notebook)
     target = path if in_place and not problem else runs_dir() / path.name
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
@@ -143,24 +143,6 @@ def _has_failed(cell: nbformat.NotebookNode) -> bool:
     """Whether a cell raised that is not there to raise."""
     kinds = [output.output_type for output in cell.get("outputs", [])]
     return "error" in kinds and "raises-exception" not in cell.metadata.get("tags", [])
-
-
-class _Progress:
-    """Prints how many cells are done: over one line on a screen, a line for each in a file."""
-
-    def __init__(self, name: str, notebook: nbformat.NotebookNode) -> None:
-        self.name, self.start, self.done = name, time.perf_counter(), 0
-        self.total = sum(cell.cell_type == "code" for cell in notebook.cells)
-
-    def __call__(self, cell: nbformat.NotebookNode, **_: object) -> None:
-        if cell.cell_type != "code":
-            return
-        self.done += 1
-        line = f"{self.name}: cell {self.done}/{self.total}"
-        if sys.stdout.isatty():
-            print(f"\r{line}", end="", flush=True)
-        else:
-            print(f"{line}, {time.perf_counter() - self.start:.0f} s", flush=True)
 
 
 class _Interrupt:
