@@ -1,21 +1,18 @@
-"""Computes the tables of exhibits: `python -m benchmarks.exhibit_tables [--again]`.
+"""The tables of exhibits: what is predicted, traced or trained for them, without words.
 
 plan: each setting is predicted at the batch sizes of POINTS; the page draws straight lines between
 them. amdahl: what the time ledger says of some cards. step, window: what is alive at each moment of a
-training step. loss_scale, allreduce: real gradients. What there is already is kept, so it can be
-stopped and continued.
+training step. loss_scale, allreduce: real gradients. `benchmarks/exhibits.py` stores them.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import itertools
-import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,14 +20,21 @@ import torch
 
 from labutils import machine
 from labutils.config.card import CARDS, CONTEXT_GIB, CPU
-from labutils.config.choices import PRECISIONS, SIXTEEN_BIT, Precision
+from labutils.config.choices import PRECISIONS, SIXTEEN_BIT, WITH_BF16, Precision
 from labutils.config.reader import load_config
 from labutils.config.schema import Config, precision_on, resolve
-from labutils.exhibits import plan_data as plan
-from labutils.exhibits.exhibit import FOLDER
-from labutils.files import write_atomically
 from labutils.memory.kinds import PRODUCT
-from labutils.memory.ledger import CAST_WEIGHTS, MIB, WORKSPACES
+from labutils.memory.ledger import (
+    ACTIVATIONS,
+    CAST_WEIGHTS,
+    GRADIENTS,
+    LOGITS,
+    MIB,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+    WORKSPACES,
+)
 from labutils.memory.tensors import flat_gradient, window_gradient
 from labutils.prediction import trace
 from labutils.prediction.memory import STEPS, Prediction, predicted, segments_of, walk
@@ -43,73 +47,86 @@ from labutils.workload.build import build_optimizer, float32_model
 from labutils.workload.data import batches, sequences
 from labutils.workload.gpt2 import build_model
 
-CARDS_SHOWN = ("t4", "l4", "rtx4090", "a100", "h200")
-
-
-def complete(name: str, part: str, makers: dict[str, Callable[[], Any]]) -> None:
-    """Compute the rows that a part of a table lacks; store it after each of them."""
-    path = FOLDER / f"{name}.json"
-    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    rows = table.setdefault(part, {})
-    for key, make in makers.items():
-        if key not in rows:
-            rows[key] = make()
-            write_atomically(path, text_of(table).encode())
-            print(name, part, key, flush=True)
-
-
-def text_of(table: dict[str, dict[str, Any]]) -> str:
-    """Return a table as JSON, with a line for each row of its parts."""
-    parts = []
-    for part, rows in table.items():
-        texts = [json.dumps(row, separators=(",", ":")) for row in rows.values()]
-        lines = [f'"{key}":{text}' for key, text in zip(rows, texts, strict=True)]
-        parts.append(f'"{part}": {{\n' + ",\n".join(lines) + "\n}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
 # ---- plan
 
+Setting = dict[str, Any]  # {switch: value}
+SWITCHES: dict[str, tuple] = {
+    "model": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "precision": ("fp32", WITH_BF16.name, "pure_bf16"),
+    "seq_len": (256, 512, 1024),
+    "gradient_checkpointing": ("none", "block"),
+    "optimizer": ("adamw", "adamw_8bit", "sgd"),
+}
+SHAPE = ("model", "precision", "seq_len", "gradient_checkpointing")  # what phases depend on
+STANDING = ("model", "precision", "optimizer")  # what the update depends on
+PHASES = ("forward", "loss", "backward", "optimizer")
+POINTS = (1, 8, 64)  # batch sizes that are predicted
+FIXED = (PARAMETERS, OPTIMIZER, WORKSPACES)  # equal in every phase and at every batch size
+VARYING = (GRADIENTS, ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES)
+DEVICE = "a100"  # whose kernels and libraries the bytes are of
+TIMED = ("t4", "rtx4090", "a100", "h100")
+CHANGED = {"dropout": 0.0}  # what all settings change in the config of BF16
 
-def prediction_of(setting: plan.Setting, batch: int) -> Prediction:
+
+def settings(switches: tuple[str, ...]) -> Iterator[Setting]:
+    """Yield all settings of some switches."""
+    for values in itertools.product(*[SWITCHES[switch] for switch in switches]):
+        yield dict(zip(switches, values, strict=True))
+
+
+def key_of(setting: Setting, switches: tuple[str, ...]) -> str:
+    """Return the name under which the table has what depends on some switches."""
+    return "/".join(str(setting[switch]) for switch in switches)
+
+
+def experiment(setting: Setting, batch: int = 1) -> Config:
+    """Return the config of a setting: a step is one micro-batch of so many sequences."""
+    shape = {"micro_batch_size": batch, "tokens_per_step": batch * setting["seq_len"]}
+    return load_config(WITH_BF16.name, **CHANGED | shape | setting)
+
+
+def rows_of(switches: tuple[str, ...], row_of: Callable[[Setting], Any]) -> dict[str, Callable]:
+    """Return {key: what computes its row} for all settings of some switches."""
+    return {key_of(setting, switches): partial(row_of, setting) for setting in settings(switches)}
+
+
+def prediction_of(setting: Setting, batch: int) -> Prediction:
     """Return the prediction of a setting on DEVICE."""
-    run = resolve(plan.experiment(setting, batch), machine.card_of(plan.DEVICE))
+    run = resolve(experiment(setting, batch), machine.card_of(DEVICE))
     return predicted(run.config, run.card)
 
 
-def clock_of(
-    step: trace.Trace, card_name: str, setting: plan.Setting, *, update: bool
-) -> Clock | None:
+def clock_of(step: trace.Trace, card_name: str, setting: Setting, *, update: bool) -> Clock | None:
     """Return the clock of a card after the update, or after all before it; None if it cannot."""
     card = machine.card_of(card_name)
-    if not card.support(plan.experiment(setting).precision).ok:
+    if not card.support(experiment(setting).precision).ok:
         return None
     clock = Clock(card, tf32=False)
     segments = segments_of(step, 1)
-    clock.run([part for part in segments if (part.phase == plan.PHASES[-1]) == update])
+    clock.run([part for part in segments if (part.phase == PHASES[-1]) == update])
     return clock
 
 
-def phases_of(setting: plan.Setting) -> dict[str, Any]:
+def phases_of(setting: Setting) -> dict[str, Any]:
     """Return what depends on SHAPE: MiB by phase, what a card must have, and milliseconds.
 
     They are predicted with AdamW. MiB are of VARYING, 0 or a list for POINTS. `needed` is what a
     card must have beyond CUDA's context, as a multiple of the peak. `ms` are those in which each
     card computes, for POINTS. `host` are those that the host takes to issue the work.
     """
-    predictions = [prediction_of(setting, batch) for batch in plan.POINTS]
+    predictions = [prediction_of(setting, batch) for batch in POINTS]
     ledgers = [prediction.ledger for prediction in predictions]
     mib = {}
-    for phase in plan.PHASES[:-1]:
+    for phase in PHASES[:-1]:
         rows = []
-        for name in plan.VARYING:
+        for name in VARYING:
             row = [round(ledger.phases[phase][name] / MIB) for ledger in ledgers]
             rows.append(row if any(row) else 0)
         mib[phase] = rows
     middle = ledgers[1]
     needed = (middle.needed_bytes - CONTEXT_GIB * 2**30) / middle.peak_bytes
     rows, host = [], 0.0
-    for card in plan.TIMED:
+    for card in TIMED:
         clocks = [clock_of(p.trace, card, setting, update=False) for p in predictions]
         rows.append(None if None in clocks else [busy_ms(clock) for clock in clocks])
         host = max([host, *[clock.host for clock in clocks if clock]])
@@ -122,20 +139,22 @@ def busy_ms(clock: Clock) -> float:
     return ms if ms < 100 else round(ms)
 
 
-def update_of(setting: plan.Setting) -> dict[str, Any]:
+def update_of(setting: Setting) -> dict[str, Any]:
     """Return what depends on STANDING: MiB in the optimizer's phase, and milliseconds as above."""
     setting = setting | {"seq_len": 256, "gradient_checkpointing": "none"}
     prediction = prediction_of(setting, 1)
     at_peak = prediction.ledger.phases["optimizer"]
-    clocks = [clock_of(prediction.trace, card, setting, update=True) for card in plan.TIMED]
+    clocks = [clock_of(prediction.trace, card, setting, update=True) for card in TIMED]
     return {
-        "MiB": [round(at_peak[name] / MIB) for name in (*plan.FIXED, *plan.VARYING)],
+        "MiB": [round(at_peak[name] / MIB) for name in (*FIXED, *VARYING)],
         "ms": [clock and busy_ms(clock) for clock in clocks],
         "host": round(1e3 * max(clock.host for clock in clocks if clock)),
     }
 
 
 # ---- amdahl
+
+CARDS_SHOWN = ("t4", "l4", "rtx4090", "a100", "h200")
 
 
 def card_speeds(card: str) -> dict[str, str | float]:
@@ -153,6 +172,11 @@ def card_speeds(card: str) -> dict[str, str | float]:
     }
     rounded = {key: float(f"{value:.4g}") for key, value in numbers.items()}
     return {"card": card, "precision": name, **rounded}
+
+
+def cards() -> list[dict[str, str | float]]:
+    """Return what is said of each of CARDS_SHOWN, the fastest products last."""
+    return sorted(map(card_speeds, CARDS_SHOWN), key=itemgetter("product"))
 
 
 # ---- step
@@ -300,7 +324,7 @@ SEQ_LEN = 64  # as in section 3 of notebook 02
 LARGEST = 128  # sequences: up to here no moment is missed that could be a phase's peak
 # Of the ledger's categories: a CPU has no workspaces, and float32 no cast weights.
 LACKING = (WORKSPACES, CAST_WEIGHTS)
-WINDOW = [name for name in (*plan.FIXED, *plan.VARYING) if name not in LACKING]
+WINDOW = [name for name in (*FIXED, *VARYING) if name not in LACKING]
 MOMENTS = 14  # of each phase at least, where it has so many
 
 
@@ -367,6 +391,13 @@ def counted(values: torch.Tensor) -> list[list[int]]:
     return rows
 
 
+def as_counted(octaves: list[list[int]]) -> torch.Tensor:
+    """Return values, float64, of which `counted` says the same: one of each part, repeated."""
+    ones = torch.tensor((1.0, 1.5, *OCTAVE_PARTS[1:]), dtype=torch.float64)
+    parts = [ones.repeat_interleave(torch.tensor(counts)) * 2.0**e for e, *counts in octaves]
+    return torch.cat(parts)
+
+
 def fp16_fate(values: torch.Tensor, scale: float = 1.0) -> dict[str, float]:
     """Return which share of the non-zero `values`, multiplied by `scale`, FP16 keeps: the four
     shares sum to 1.
@@ -399,54 +430,38 @@ def mean_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     return lm_loss_sum(model, batch) / count_targets(batch)
 
 
-def octaves() -> dict[str, Any]:
-    """Return the sizes of all gradients after 12 steps, and which scales FP16 needs for them."""
+def real_gradients() -> torch.Tensor:
+    """Return all gradients of the small GPT-2 after 12 steps, flat."""
     batch = next(batches(sequences(128), 4, seed=1))
-    values = window_gradient(trained(128, 4, 2e-3, 12)[0], [batch], mean_loss)
-    return {"counts": counted(values), "fates": [fp16_fate(values, 2.0**k) for k in range(31)]}
+    return window_gradient(trained(128, 4, 2e-3, 12)[0], [batch], mean_loss)
 
 
-def workers() -> dict[str, Any]:
-    """Return 64 elements of 64 workers' gradients before training, `(64, 64)`, as float32 bytes.
+def workers() -> str:
+    """Return 64 elements of 64 workers' gradients before training, `(64, 64)`, float32 in base64.
 
     Each worker has a sequence of 32 tokens. An element that is 0 for one of them is left out: it
-    says nothing about rounding. `lost` is the share that FP16 makes 0, times a power of two.
+    says nothing about rounding.
     """
     model, stream = build_model("gpt2-nano", dropout=0.0), batches(sequences(32), 1, seed=0)
     rows = [window_gradient(model, [next(stream)], mean_loss)[::97] for _ in range(64)]
     nonzero = torch.stack(rows)[:, (torch.stack(rows) != 0).all(0)]
     values = nonzero[:, :: nonzero.shape[1] // 64][:, :64].contiguous()
-    lost = {k: fp16_fate(values, 2.0**k / 64)["zero"] for k in range(-24, 1)}
-    return {"values": base64.b64encode(values.numpy().tobytes()).decode(), "lost": lost}
+    return base64.b64encode(values.numpy().tobytes()).decode()
 
 
-def makers() -> dict[tuple[str, str], dict[str, Callable[[], Any]]]:
-    """Return {(table, part): {row: what computes it}} of all tables."""
-    rows = [row for row in PRECISIONS.values() if not row.not_on_cpu and row.weights == "float32"]
-    all_makers = {
-        ("step", "runs"): {row.name: partial(run_of, row) for row in rows},
-        ("loss_scale", "gradients"): {
-            "all": octaves,
-            "largest": lambda: trained(64, 1, 1e-3, 30)[1],
-        },
-        ("window", "step"): {"categories": lambda: WINDOW, "film": film},
-        ("allreduce", "gradients"): {"64 workers": workers},
-        ("amdahl", "cards"): {card: partial(card_speeds, card) for card in CARDS_SHOWN},
-    }
-    plan_parts = (("phases", plan.SHAPE, phases_of), ("update", plan.STANDING, update_of))
-    for part, switches, row_of in plan_parts:
-        all_makers["plan", part] = {
-            plan.key_of(setting, switches): partial(row_of, setting)
-            for setting in plan.settings(switches)
-        }
-    return all_makers
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m benchmarks.exhibit_tables", description=__doc__)
-    parser.add_argument("--again", action="store_true", help="all, not only what is missing")
-    if parser.parse_args().again:
-        for path in FOLDER.glob("*.json"):
-            path.unlink()
-    for (table, part), of_part in makers().items():
-        complete(table, part, of_part)
+# What computes the parts of an exhibit's data that take time, or that come out a little different
+# on another machine.
+SHOWN_PRECISIONS = [
+    row for row in PRECISIONS.values() if not row.not_on_cpu and row.weights == "float32"
+]
+TABLES: dict[str, dict[str, Any]] = {
+    "allreduce": {"gradients": workers},
+    "amdahl": {"cards": cards},
+    "loss_scale": {
+        "octaves": lambda: counted(real_gradients()),
+        "largest": lambda: trained(64, 1, 1e-3, 30)[1],
+    },
+    "plan": {"phases": rows_of(SHAPE, phases_of), "update": rows_of(STANDING, update_of)},
+    "step": {"runs": {row.name: partial(run_of, row) for row in SHOWN_PRECISIONS}},
+    "window": {"film": film},
+}

@@ -16,15 +16,15 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_924, 7_800),
-    "tests": (41_845, 6_326),
+    "labutils": (45_992, 7_489),
+    "tests": (41_952, 6_351),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (23_580, []),
     "engine": (11_023, ["prediction"]),
-    "desk": (13_321, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (11_389, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
-PAGE_LINES = 3_291  # HTML, JavaScript, CSS and templates in labutils/
+PAGE_LINES = 3_297  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_086  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
@@ -102,4 +102,4 @@ def test_optional_notebooks_stay_few():
 def test_benchmarks_stay_within_the_budget():
     paths = (REPO / "benchmarks").rglob("*.py")
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in paths)
-    assert lines <= 1_510, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 1_830, f"{lines:,} code lines in benchmarks/"

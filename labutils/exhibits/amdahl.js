@@ -15,7 +15,9 @@ function whyNot(ratio) {
 
 export function mount(root, data) {
   const cards = data.cards.map((card) => ({ ...card, name: `${card.card}, ${card.precision}` }));
-  const points = data.own ? [...cards, { ...data.own, name: "yours" }] : cards;
+  const { share: ownShare, speedup } = data.start;
+  const own = { share: ownShare, product: speedup, name: "yours" };
+  const points = ownShare === null ? cards : [...cards, own];
   const { share: startShare, product: startProduct } = points.at(-1);
   const state = { share: startShare, product: startProduct };
   const set = (changes) => {
@@ -36,13 +38,7 @@ export function mount(root, data) {
   const sentence = paragraph();
   const compared = paragraph();
   const picture = chart("speed of the step over the speed of one product", { height: 300 });
-  const rows = table([
-    "point",
-    "share",
-    "product",
-    "law",
-    data.own?.step ? "ledger, you" : "ledger",
-  ]);
+  const rows = table(["point", "share", "product", "law", "ledger"]);
   rows.show(
     points.map(({ name, share, product, step }) => [
       name,

@@ -74,7 +74,9 @@ export function parse(text) {
 
 export function mount(root, data) {
   const formats = data.formats.map(completed);
-  const state = { text: data.value, name: data.format, own: describe(4, 3, true) };
+  const { value: first, number_format } = data.start;
+  const text = Object.is(first, -0) ? "-0" : String(first);
+  const state = { text, name: number_format, own: describe(4, 3, true) };
   const set = (changes) => {
     Object.assign(state, changes);
     show();

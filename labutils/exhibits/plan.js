@@ -97,8 +97,8 @@ function gib(bytes) {
 }
 
 export function mount(root, data) {
-  const { batch: startBatch, ...start } = data.start;
-  const state = { setting: start, batch: startBatch };
+  const { micro_batch_size, ...setting } = data.start;
+  const state = { setting, batch: micro_batch_size };
   const names = data.looks.map(([name]) => name);
   const switches = Object.entries(data.switches).map(([key, values]) => {
     const options = values.map((value) => [value, value]);

@@ -103,7 +103,8 @@ const PRESETS = [
 ];
 
 export function mount(root, data) {
-  const state = { network: "", layers: data.n_layer, ratio: data.ratio, keep: false, lengths: [] };
+  const { n_layer, ratio: startRatio } = data.start;
+  const state = { network: "", layers: n_layer, ratio: startRatio, keep: false, lengths: [] };
   const game = { tries: 0, best: Infinity, goal: NaN };
   let last = ""; // the sentence of the part that was used last
 

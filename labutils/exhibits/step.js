@@ -157,7 +157,7 @@ export function mount(root, data) {
   const hatchOf = (group) => (is16(group) ? "//" : "");
   const nameOf = ([category]) => NAMES[category] ?? category;
   const colourOf = ([category]) => data.looks.find(([name]) => name === category)[1];
-  const state = { name: data.precision, moment: 0 };
+  const state = { name: data.start.precision, moment: 0 };
   const go = (moment) => {
     state.moment = Math.max(0, Math.min(moment, books[state.name].length - 1));
     show();

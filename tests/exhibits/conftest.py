@@ -10,10 +10,11 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from labutils.exhibits.exhibit import program
+from labutils.exhibits.play import FOLDER, read
 
 NODE_MODULES = Path(__file__).parent / "node_modules"
 # Numbers that JSON lacks come back as Python's json reads them: NaN, Infinity.
@@ -24,13 +25,17 @@ process.stdout.write(text.replace(/"\\$(.*?)"/g, "$1"));
 """
 
 
+def stored(name: str) -> dict[str, Any]:
+    """Return what an exhibit's file holds."""
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def needed(path: str | Path | None, package: str) -> str:
     """Return where a program or file is, as text; without it the test is skipped, or fails."""
     if path and Path(path).exists():
         return str(path)
-    if os.environ.get("EXHIBITS_REQUIRED") == "1":
-        pytest.fail(f"missing: {package}")
-    pytest.skip(f"missing: {package}")
+    is_required = os.environ.get("EXHIBITS_REQUIRED") == "1"
+    (pytest.fail if is_required else pytest.skip)(f"missing: {package}")
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +45,7 @@ def node() -> Callable:
 
     def call(name: str, function: str, *arguments: object) -> object:
         text = RESULT.replace("{call}", function).replace("{arguments}", json.dumps(arguments))
-        script = program(name) + text
+        script = read("shared.js") + read(f"{name}.js") + text
         answer = subprocess.run(
             command, input=script, stdout=subprocess.PIPE, text=True, check=True
         )

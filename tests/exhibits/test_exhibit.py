@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from functools import cache
 from pathlib import Path
+from pydoc import plaintext, render_doc
 
+import numpy as np
 import pytest
+import torch
 from selenium.webdriver.common.keys import Keys
 
 import labutils as lab
-from labutils.exhibits.exhibit import FOLDER, names, page
+from labutils.exhibits.play import NAMES, PAGE, save_all
 from tests.exhibits.conftest import NODE_MODULES, needed
 
-EACH = pytest.mark.parametrize("name", names())
+EACH = pytest.mark.parametrize("name", NAMES)
 LIVE = "[data-exhibit][data-live]"
 FITS = """
 const [root] = arguments;
@@ -60,7 +62,8 @@ def test_an_exhibit_is_small_fetches_nothing_and_has_a_still(name):
 
 @EACH
 def test_it_lives_on_a_narrow_screen_and_says_what_each_slider_is_at(name, visit, browser):
-    visit(page("A title", [exhibit(name)]), 400)  # the fixture looks at requests and the console
+    # the fixture looks at requests and the console
+    visit(PAGE.replace("BODY", exhibit(name).html), 400)
     root = browser.find_element("css selector", LIVE)
     for slider in root.find_elements("css selector", "input[type=range]"):
         browser.execute_script(MOVE, root, slider)
@@ -76,23 +79,52 @@ def test_it_lives_on_a_narrow_screen_and_says_what_each_slider_is_at(name, visit
     assert browser.execute_script(FITS, root)
 
 
-@pytest.mark.parametrize(("scheme", "n_of_each"), [("light", 1), ("dark", 2)])
-def test_axe_finds_no_violation(visit, browser, scheme, n_of_each):
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("number", (torch.tensor(-0.0), "FP16"), "\n1000000000000000\n"),
+        ("segments", (np.int64(36), 2), "peak without checkpoints 73 inputs"),
+        ("step", ("fp32",), "Without autocast there are no"),
+        ("amdahl", (0.5, np.float64(4)), "The step is 1.6× as fast"),
+        ("plan", (63,), "63 sequences"),
+    ],
+)
+def test_it_begins_as_it_is_told(name, arguments, words, visit, browser):
+    visit(PAGE.replace("BODY", getattr(lab.play, name)(*arguments).html))
+    assert words in browser.find_element("css selector", LIVE).text
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("plan", {"model": "gpt3"}, "'gpt2-xl'"),
+        ("plan", {"size": 1}, "micro_batch_size=4, model='gpt2'"),
+        ("step", {"precision": "tf32"}, "'fp32', 'fp16', 'bf16'"),
+        ("amdahl", {"share": 1.5, "speedup": 2}, "share of 0 to 1"),
+        ("amdahl", {"share": 0.5, "speedup": 0}, "positive speed-up"),
+        ("amdahl", {"share": 0.5}, "both"),
+    ],
+)
+def test_what_an_exhibit_cannot_show_is_refused_with_what_it_can(name, wrong, right):
+    with pytest.raises((ValueError, TypeError), match=right):
+        getattr(lab.play, name)(**wrong)
+
+
+def test_help_says_arguments_and_choices():
+    text = render_doc(lab.play, renderer=plaintext)
+    assert "step(precision='fp16')" in text and "precision: fp32, fp16, bf16" in text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_violation(visit, browser, tmp_path, scheme):
     axe = Path(needed(NODE_MODULES / "axe-core" / "axe.min.js", "npm ci --prefix tests/exhibits"))
     emulated = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
-    visit(page("All", n_of_each * [exhibit(name) for name in names()]))
+    text = save_all(tmp_path / "all.html").read_text(encoding="utf-8")
+    visit(text.replace("</main>", text[text.index("<h2>") :]))  # each of them twice
     live = browser.find_elements("css selector", LIVE)
-    assert [root.get_attribute("data-exhibit") for root in live] == n_of_each * names()
+    assert [root.get_attribute("data-exhibit") for root in live] == 2 * NAMES
     browser.execute_script(axe.read_text(encoding="utf-8"))
     assert browser.execute_async_script(AXE) == []
     doubles = "const ids = [...document.querySelectorAll('[id]')].map((element) => element.id);"
     assert browser.execute_script(f"{doubles} return ids.length === new Set(ids).size")
-
-
-def test_scripts_and_styles_are_formatted(node):
-    program = NODE_MODULES / ".bin" / "prettier"
-    command = [needed(program, "npm ci --prefix tests/exhibits"), "--check"]
-    command += ["--config", NODE_MODULES.parent / "package.json"]
-    files = [*FOLDER.glob("*.js"), *FOLDER.glob("*.css")]
-    subprocess.run([*command, *files], check=True)
