@@ -33,7 +33,8 @@ from labutils.config.choices import MODELS, NO_AUTOCAST, PRECISIONS, WITH_BF16
 from labutils.exhibits.play import FOLDER
 from labutils.files import write_atomically
 from labutils.memory.ledger import MIB
-from labutils.plotting import CATEGORY_LOOKS, curves, steps
+from labutils.plotting import CATEGORIES, curves
+from labutils.plotting.style import use_style
 from labutils.prediction import allocator as rules
 from labutils.prediction.arithmetic import KEPT_PER_BLOCK, arithmetic_of, n_parameters
 from labutils.prediction.time import EAGER_BAND, LAUNCH_BOUND, WIDE_BAND
@@ -62,7 +63,7 @@ def described(number_format: FloatFormat) -> dict[str, Any]:
 
 def looks_of(categories: Iterable[str]) -> list[list[str]]:
     """Return [name, colour, hatch] of categories of memory, as in our figures."""
-    return [[name, *CATEGORY_LOOKS[name]] for name in categories]
+    return [[name, CATEGORIES[name], ""] for name in categories]
 
 
 NUMBER_FORMATS = (*numerics.FORMATS, numerics.E4M3, numerics.E5M2)
@@ -150,8 +151,11 @@ def reserved_mib(settings: rules.Settings) -> list[float]:
 
 def allocator() -> Made:
     kinds = {"fixed segments": rules.DEFAULT, "expandable segments": rules.EXPANDABLE}
-    lines = {kind: reserved_mib(settings) for kind, settings in kinds.items()}
-    ends = [f"{line[-1]:g} MiB with {kind}" for kind, line in lines.items()]
+    lines = {kind: dict(enumerate(reserved_mib(settings))) for kind, settings in kinds.items()}
+    ax = curves(lines, "", "reserved MiB")
+    ax.set_xticks(range(len(STORY)), [textwrap.fill(words, 14) for words, *_ in STORY])
+    ax.set_ylim(0)
+    ends = [f"{line[len(STORY) - 1]:g} MiB with {kind}" for kind, line in lines.items()]
     return {
         "title": "The caching allocator",
         "say": "Request and free tensors: see holes, reserved memory, and when memory runs out.",
@@ -159,7 +163,7 @@ def allocator() -> Made:
         f"{ends[0]} are reserved, {ends[1]}",
         "help": ["Its rules are those of `lab.allocator.CachingAllocator`."],
         "data": {"story": STORY},
-    }, steps(lines, [words for words, *_ in STORY], "reserved MiB")
+    }, ax
 
 
 def step(runs: dict[str, dict]) -> Made:
@@ -175,7 +179,7 @@ def step(runs: dict[str, dict]) -> Made:
         "start": {"precision": "fp16"},
         "choices": {"precision": list(runs)},
         "help": ["The step is predicted for the small GPT-2 on a CPU."],
-        "data": {"looks": looks_of(CATEGORY_LOOKS)},
+        "data": {"looks": looks_of(CATEGORIES)},
     }, curves(lines, "moment of the step", "alive")
 
 
@@ -386,9 +390,9 @@ def complete(stored: dict, parts: dict[str, Any], keep: Callable[[], None]) -> N
 
 def picture(ax: Axes, title: str) -> str:
     """Return a figure under its title as a data URI, and close it."""
-    ax.set_title(textwrap.fill(title, 72), fontsize="medium")
+    ax.set_title(textwrap.fill(title, 72))
     file = io.BytesIO()
-    ax.figure.savefig(file, format="webp", dpi=64, pil_kwargs={"quality": 50})
+    ax.figure.savefig(file, format="webp", dpi=80, pil_kwargs={"quality": 40})
     plt.close(ax.figure)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 
@@ -421,5 +425,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m benchmarks.exhibits", description=__doc__)
     parser.add_argument("--again", action="store_true", help="all, not only what is missing")
     arguments = parser.parse_args()
+    use_style()
     for name in EXHIBITS:
         make(name, arguments.again)

@@ -18,6 +18,7 @@ from labutils.files import new_id
 from labutils.machine import choose_device, choose_threads, gpu_problem
 from labutils.memory.device_memory import cap_to_free, free_memory
 from labutils.memory.errors import is_out_of_memory, short_message
+from labutils.plotting.style import use_style
 from labutils.prediction.search import require_host_memory, suggest_changes
 from labutils.techniques import compiling
 from labutils.training.record import RunRecord
@@ -35,6 +36,7 @@ def setup() -> torch.device:
     """
     explain_in_notebooks()
     compiling.silence_known_warnings()
+    use_style()
     # pandas would cut the reasons in our tables short
     pd.set_option("display.max_colwidth", None, "display.width", 200)
     problem, device = gpu_problem(), choose_device()

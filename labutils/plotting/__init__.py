@@ -1,6 +1,7 @@
 """Records, ledgers and numbers → matplotlib axes.
 
-Each function takes an axis, or makes one, and returns it. None shows or saves.
+Each function takes an axis, or makes one, and returns it. None shows or saves. `lab.setup()` gives
+all figures one look, a bare `plt.plot` too.
 """
 
 from __future__ import annotations
@@ -9,34 +10,17 @@ from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.checkpointing import kept_in_block
 from labutils.plotting.formats import bit_layout
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
-from labutils.plotting.numbers import bands, curves, heat_map, reconcile, steps
+from labutils.plotting.numbers import bands, curves, heat_map, reconcile
 from labutils.plotting.runs import four_panels
-from labutils.plotting.style import (
-    BLACK,
-    BLUE,
-    CATEGORY_LOOKS,
-    COLORS,
-    GREEN,
-    MARKERS,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    YELLOW,
-)
+from labutils.plotting.style import CATEGORIES, COLORS, INK, MARKERS, MUTED, PRECISIONS
 
 __all__ = [
-    "BLACK",
-    "BLUE",
-    "CATEGORY_LOOKS",
+    "CATEGORIES",
     "COLORS",
-    "GREEN",
+    "INK",
     "MARKERS",
-    "ORANGE",
-    "PURPLE",
-    "SKY",
-    "VERMILION",
-    "YELLOW",
+    "MUTED",
+    "PRECISIONS",
     "bands",
     "bit_layout",
     "block_history",
@@ -48,6 +32,5 @@ __all__ = [
     "reconcile",
     "snapshot",
     "stacked_memory",
-    "steps",
     "timeline",
 ]

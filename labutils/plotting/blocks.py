@@ -10,36 +10,31 @@ from matplotlib.axes import Axes
 
 from labutils.memory.ledger import MIB
 from labutils.memory.snapshot import Event
-from labutils.plotting.style import BLACK, BLUE, CATEGORY_LOOKS, COLORS, new_axis
+from labutils.plotting.style import INK, Look, color_of, key, new_axis, upright_unit
 
-HOLE = CATEGORY_LOOKS["holes"]
-HATCHES = ("", "//", "..", "xx", "\\\\")
+IN_USE = color_of("gradients")
+HOLE: Look = {"color": color_of("holes"), "hatch": "////"}
 Box = list[int]  # [first event, last event, place in bytes, bytes]
 Segment = Sequence[tuple[int, bool]]  # its blocks: (bytes, whether a tensor lives there)
 
 
 def blocks(instants: Mapping[str, Sequence[Segment]], ax: Axes | None = None) -> Axes:
     """Draw {label: segments}, a row each: framed segments, the blocks in use, and the holes."""
-    ax = new_axis(ax, 10, 0.55 * len(instants) + 1.4)
+    ax = new_axis(ax, height=0.45 * len(instants) + 1.4, grid="")
     for row, segments in enumerate(instants.values()):
         left = 0.0
         for segment in segments:
             begin = left
             for n_bytes, is_used in segment:
-                color, hatch = (BLUE, "") if is_used else HOLE
-                label = "in use" if is_used else "reserved and free"
-                look = {"color": color, "hatch": hatch, "edgecolor": "white", "label": label}
-                ax.barh(row, n_bytes / MIB, 0.7, left, **look)
+                look: Look = {"color": IN_USE} if is_used else HOLE
+                ax.barh(row, n_bytes / MIB, 0.7, left, edgecolor="white", **look)
                 left += n_bytes / MIB
-            ax.barh(row, left - begin, 0.7, begin, fill=False, edgecolor=BLACK, lw=1.5)
+            ax.barh(row, left - begin, 0.7, begin, fill=False, edgecolor=INK, lw=1.2)
         ax.text(left, row, f" {left:,.0f}", va="center")
-    ax.set_yticks(range(len(instants)), list(instants))
+    ax.set_yticks(range(len(instants)), list(instants), color=INK)
     ax.invert_yaxis()
     ax.margins(x=0.06)
-    ax.set_xlabel("MiB reserved; each frame is a segment")
-    handles, labels = ax.get_legend_handles_labels()
-    each_once = dict(zip(labels, handles, strict=True))
-    ax.legend(each_once.values(), each_once, loc="center left", bbox_to_anchor=(1, 0.5))
+    ax.set_xlabel("MiB reserved; each frame is a segment, filled: in use", loc="left")
     return ax
 
 
@@ -48,17 +43,20 @@ def block_history(
 ) -> Axes:
     """Draw every block of a history: its life from left to right, its place upwards."""
     boxes, segments = layout(trace, asked_by)
-    ax = new_axis(ax, 10, 4.6)
-    looks = [("reserved and free", segments, *HOLE)]
-    for i, (who, its_boxes) in enumerate(boxes.items()):
-        looks.append((who, its_boxes, COLORS[i], HATCHES[i]))
-    for label, drawn, color, hatch in looks:
+    ax = new_axis(ax, height=4.6, grid="")
+    names = ["reserved and free", *boxes]
+    colors = [color_of("holes"), *(color_of(who, i) for i, who in enumerate(boxes))]
+    for drawn, color in zip((segments, *boxes.values()), colors, strict=True):
         begins, ends, places, sizes = np.array(drawn).T
-        look = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-        ax.bar(begins, sizes / MIB, ends - begins, places / MIB, align="edge", label=label, **look)
-    ax.set(xlabel="events of the allocator, in order (not time)", ylabel="place, MiB reserved")
+        look: Look = {"color": color, "edgecolor": "white", "linewidth": 0.15, "align": "edge"}
+        ax.bar(begins, sizes / MIB, ends - begins, places / MIB, **look)
+    ax.hlines(
+        [box[2] / MIB for box in segments[1:]], *np.array(segments)[1:, :2].T, colors="white", lw=1
+    )
+    ax.set_xlabel("events of the allocator, in order (not time)", loc="left")
+    upright_unit(ax, "place, MiB reserved")
     ax.margins(0)
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    key(ax, names, colors, n_columns=3)
     return ax
 
 

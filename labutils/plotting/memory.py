@@ -2,67 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 from labutils.memory.ledger import MIB, MemoryLedger
 from labutils.memory.snapshot import Snapshot
-from labutils.plotting.style import BLACK, CATEGORY_LOOKS, COLORS, OTHER_CATEGORY, new_axis
-
-HATCHES = ("", "//", "..", "xx")
+from labutils.plotting.style import (
+    COLORS,
+    INK,
+    MUTED,
+    OTHER,
+    Look,
+    color_of,
+    key,
+    new_axis,
+    on_color,
+    upright_unit,
+)
 
 
 def stacked_memory(
     peaks: Mapping[str, Mapping[str, float]],
     ax: Axes | None = None,
     marks: Mapping[str, float | None] | None = None,
-    xlabel: str = "bytes allocated at the peak, MiB",
+    xlabel: str = "MiB allocated at the peak",
 ) -> Axes:
     """Draw {label: {category: bytes}} as stacked bars, in MiB.
 
-    A category without bytes is left out, and the legend names what can be seen: 1/400 of the
-    longest bar. `marks` are {label: bytes} drawn as lines across the bars, for example a guess;
-    None is left out. `xlabel` says of which instant the bytes are.
+    Labels "a: b" and "a: c" make a group with the headline a; a label that says "predicted" is
+    hatched. The name of a category stands in its widest piece; if one has no room, a key names all
+    that can be seen: 1/400 of the longest bar. `marks` are {label: bytes} drawn as lines across the
+    bars, for example a guess; None is left out. `xlabel` says of which instant the bytes are.
     """
-    ax = new_axis(ax, 8, 0.45 * len(peaks) + 1.9)
-    in_legend = set(marks or {})
+    ax = new_axis(ax, height=0.3 * len(peaks) + 1.5, grid="")
     longest = max((sum(parts.values()) for parts in peaks.values()), default=0)
-    over_marks = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    for row, parts in enumerate(peaks.values()):
-        left = 0.0
+    widest: dict[str, Rectangle] = {}
+    place, ticks, group = 0.0, [], ""
+    for label, parts in peaks.items():
+        head, _, name = label.rpartition(": ")
+        if head != group:
+            place += 1.1
+            ax.annotate(head, (0, place), (0, -3), textcoords="offset points", weight="bold")
+        left, group, place = 0.0, head, place + 1
         for category, n_bytes in parts.items():
             if n_bytes:
-                width = n_bytes / MIB
-                color, hatch = CATEGORY_LOOKS.get(category, OTHER_CATEGORY)
-                look = {"color": color, "hatch": hatch, "edgecolor": "white"}
-                ax.barh(row, width, left=left, label=category, **look)
-                left += width
-            if n_bytes > longest / 400:
-                in_legend.add(category)
+                look: Look = {"color": color_of(category), "edgecolor": "white", "linewidth": 0.8}
+                look["hatch"] = "////" if "predicted" in label else ""
+                [bar] = ax.barh(place, n_bytes / MIB, 0.82, left, **look)
+                left += n_bytes / MIB
+                if n_bytes > longest / 400 and (
+                    category not in widest or bar.get_width() > widest[category].get_width()
+                ):
+                    widest[category] = bar
         n_digits = 0 if left >= 100 else 1
-        ax.text(left, row, f" {left:,.{n_digits}f}", va="center", bbox=over_marks, zorder=3)
+        total: Look = {"textcoords": "offset points", "va": "center", "zorder": 3}
+        over_marks: Look = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.annotate(f"{left:,.{n_digits}f}", (left, place), (5, 0), bbox=over_marks, **total)
+        ticks.append((place, name))
     for label, n_bytes in (marks or {}).items():
         if n_bytes is not None:
-            ax.axvline(n_bytes / MIB, color=BLACK, ls="--", lw=2, label=label)
-    ax.set_yticks(range(len(peaks)), list(peaks))
-    ax.invert_yaxis()
-    ax.margins(x=0.14)
-    ax.set_xlabel(xlabel)
-    handles, labels = ax.get_legend_handles_labels()
-    all_handles = dict(zip(labels, handles, strict=True))
-    each_once = {label: all_handles[label] for label in all_handles if label in in_legend}
-    ax.legend(
-        each_once.values(),
-        each_once,
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        borderaxespad=4.5,  # in font sizes: the same distance below a low and a high figure
-        ncols=3,
-        frameon=False,
-    )
+            ax.axvline(n_bytes / MIB, color=INK, ls="--", lw=1.2)
+            text: Look = {"textcoords": "offset points", "annotation_clip": False, "color": INK}
+            ax.annotate(label, (n_bytes / MIB, 0.35), (3, 2), **text)
+    ax.set_yticks([at for at, _ in ticks], [name for _, name in ticks], color=INK)
+    ax.set_ylim(place + 0.6, 0.35)
+    ax.margins(x=0.1)
+    ax.set_xlabel(xlabel, loc="left")
+    if not _named_within(ax, widest):
+        names = _in_order(peaks.values(), widest)
+        key(ax, names, list(map(color_of, names)))
     return ax
+
+
+def _named_within(ax: Axes, bars: Mapping[str, Rectangle]) -> bool:
+    """Write names into their bars; return whether each of them has room. Others are taken away."""
+    names = {}
+    for name, bar in bars.items():
+        x, y = bar.get_x() + bar.get_width() / 2, bar.get_y() + bar.get_height() / 2
+        look: Look = {
+            "ha": "center",
+            "va": "center",
+            "size": 7.5,
+            "color": on_color(color_of(name)),
+        }
+        names[name] = ax.text(x, y, name, **look)
+    ax.figure.draw_without_rendering()  # only now the widths are known
+    fits = True
+    for name, text in names.items():
+        if text.get_window_extent().width > 0.94 * bars[name].get_window_extent().width:
+            text.remove()
+            fits = False
+    return fits
+
+
+def _in_order(stacks: Iterable[Mapping[str, float]], seen: Iterable[str]) -> list[str]:
+    """Return the names that are seen, in an order that keeps each stack's own."""
+    names: list[str] = []
+    for stack in stacks:
+        at = 0
+        for name in stack:
+            if name not in names:
+                names.insert(at, name)
+            at = names.index(name) + 1
+    return [name for name in names if name in seen]
 
 
 def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
@@ -70,7 +115,7 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
 
     Phases are named, and the peak is marked.
     """
-    ax = new_axis(ax, 9, 3.4)
+    ax = new_axis(ax, height=3.6, grid="")
     points = []
     for _, segment in ledger.timeline:
         points += segment
@@ -78,66 +123,47 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
     begin = table[0, 0]
     at = table[:, 0] - begin
     by_category = table[:, 1:].T / MIB
-    _stack_categories(ax, at, ledger.categories, by_category)
+    rows = {n: row for n, row in zip(ledger.categories, by_category, strict=True) if row.any()}
+    for name, layer in zip(rows, ax.stackplot(at, list(rows.values())), strict=True):
+        layer.set(facecolor=color_of(name), edgecolor="white", linewidth=0.5)
     # On CUDA the peak lies between two looks at the allocator, so above what is drawn.
     top = ledger.peak_bytes / MIB
     at_peak = at[by_category.sum(axis=0).argmax()]
-    ax.plot(at_peak, top, "v", color=BLACK, ms=8)
-    ax.annotate(f"{top:,.2f} MiB", (at_peak, top), xytext=(6, 4), textcoords="offset points")
+    ax.plot(at_peak, top, "v", color=INK, ms=7)
+    look: Look = {"textcoords": "offset points", "weight": "bold"}
+    ax.annotate(f"{top:,.2f} MiB", (at_peak, top), (6, 4), **look)
     for phase, segment in ledger.timeline:
         start = segment[0][0] - begin
         end = segment[-1][0] - begin
-        ax.axvline(start, color=BLACK, lw=0.8, ls=":")
+        ax.axvline(start, color=MUTED, lw=0.8, ls=(0, (2, 2)))
         if end - start > 0.03 * at[-1]:  # else its name has no room
             middle = (start + end) / 2
-            ax.text(middle, 1.14 * top, phase, ha="center", va="center", fontsize="small")
-    ax.set(xlim=(0, at[-1]), ylim=(0, 1.22 * top), xticks=[], ylabel="MiB allocated")
-    ax.set_xlabel(f"operations of one step in order, not in time ({ledger.method})")
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+            ax.text(middle, 1.2 * top, phase, ha="center", va="center", color=MUTED)
+    ax.set(xlim=(0, at[-1]), ylim=(0, 1.28 * top), xticks=[])
+    upright_unit(ax, "MiB allocated")
+    ax.set_xlabel(f"operations of one step in order, not in time ({ledger.method})", loc="left")
+    key(ax, list(rows), list(map(color_of, rows)))
     return ax
 
 
-def _stack_categories(
-    ax: Axes, at: np.ndarray, categories: Sequence[str], by_category: np.ndarray
-) -> None:
-    """Stack the categories that ever have bytes; `by_category` is (categories, points), in MiB."""
-    names, rows = [], []
-    for name, row in zip(categories, by_category, strict=True):
-        if row.any():
-            names.append(name)
-            rows.append(row)
-    for name, layer in zip(names, ax.stackplot(at, rows, labels=names), strict=True):
-        color, hatch = CATEGORY_LOOKS[name]
-        layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
-
-
-def snapshot(history: Snapshot, ax: Axes | None = None, n_lines: int = 7) -> Axes:
+def snapshot(history: Snapshot, ax: Axes | None = None, n_lines: int = 5) -> Axes:
     """Draw a memory history from left to right, stacked by the line that allocated.
 
     Small lines are summed up.
     """
-    ax = new_axis(ax, 10, 4.6)
+    ax = new_axis(ax, height=4.6, grid="")
     alive = history.alive() / MIB  # (events, lines)
-    order = np.argsort(-alive.max(axis=0), kind="stable") if alive.size else []
-    labels, rows = [], []
-    for i in order[:n_lines]:
-        labels.append(
-            history.lines[i].lstrip("_")[:70]
-        )  # matplotlib hides labels that begin with _
-        rows.append(alive[:, i])
+    order = list(np.argsort(-alive.max(axis=0), kind="stable")) if alive.size else []
+    names = [history.lines[i][:70] for i in order[:n_lines]]
+    rows, colors = [alive[:, i] for i in order[:n_lines]], list(COLORS[: len(names)])
     if len(order) > n_lines:
-        labels.append("all other lines")
+        names.append("all other lines")
         rows.append(alive[:, order[n_lines:]].sum(axis=1))
-    for i, layer in enumerate(ax.stackplot(np.arange(len(alive)), rows, labels=labels)):
-        color = COLORS[i % len(COLORS)]
-        hatch = HATCHES[i % len(HATCHES)]
-        layer.set(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
-    ax.set(xlim=(0, max(1, len(alive) - 1)), ylim=(0, None), ylabel="MiB allocated since the start")
-    ax.set_xlabel(f"allocations and frees, in order: {history.method}")
-    ax.legend(
-        frameon=False,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.2),
-        prop={"family": "monospace", "size": "small"},
-    )
+        colors.append(OTHER)
+    for color, layer in zip(colors, ax.stackplot(np.arange(len(alive)), rows), strict=True):
+        layer.set(facecolor=color, edgecolor="white", linewidth=0.3)
+    ax.set(xlim=(0, max(1, len(alive) - 1)), ylim=(0, None))
+    upright_unit(ax, "MiB allocated since the start")
+    ax.set_xlabel(f"allocations and frees, in order: {history.method}", loc="left")
+    key(ax, names, colors, n_columns=1)
     return ax

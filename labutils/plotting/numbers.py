@@ -1,15 +1,24 @@
-"""Numbers of any kind: values on a log axis, curves, bands, steps, and a table in colours."""
+"""Numbers of any kind: values on a log axis, curves, bands, and a table in colours."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from labutils.plotting.style import BLACK, COLORS, MARKERS, line_look, new_axis
+from labutils.plotting.style import (
+    COLORS,
+    INK,
+    MARKERS,
+    MUTED,
+    Look,
+    look_of,
+    name_lines,
+    new_axis,
+    upright_unit,
+)
 
 
 def reconcile(
@@ -24,7 +33,7 @@ def reconcile(
     marked. None is left out.
     """
     kinds = list(dict.fromkeys(kind for values in rows.values() for kind in values))
-    ax = new_axis(ax, 7, (0.2 * len(kinds) + 0.2) * len(rows) + 1.2)
+    ax = new_axis(ax, height=(0.2 * len(kinds) + 0.2) * len(rows) + 1.2, grid="x")
     for i, kind in enumerate(kinds):
         shift = 0.8 * ((i + 0.5) / len(kinds) - 0.5)
         xs, ys = [], []
@@ -34,19 +43,25 @@ def reconcile(
                 ys.append(y + shift)
         for x, y in zip(xs, ys, strict=True):
             text = f"{x:,.0f}{unit}" if x >= 1000 else f"{x:.3g}{unit}"
-            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # hides the line at 1
+            behind = {
+                "facecolor": "white",
+                "edgecolor": "none",
+                "pad": 0.5,
+            }  # hides the line at 1
             ax.annotate(text, (x, y), xytext=(10, -4), textcoords="offset points", bbox=behind)
         if xs:
-            ax.plot(xs, ys, MARKERS[i], color=COLORS[i], ms=9, label=kind)
-    ax.axvline(1, color=BLACK, lw=0.8, ls=":")
+            hollow: Look = {"mfc": "white", "mew": 1.6} if "predicted" in kind else {}
+            look: Look = {"color": COLORS[i % len(COLORS)], "ms": 8, "label": kind}
+            ax.plot(xs, ys, MARKERS[i % len(MARKERS)], **look, **hollow)
+    ax.axvline(1, color=MUTED, lw=0.8, ls=":")
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1,), numticks=5))  # the labels are wide
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set_yticks(range(len(rows)), list(rows), color=INK)
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.margins(x=0.25)
-    ax.set_xlabel(f"{what} (log scale)")
+    ax.set_xlabel(f"{what} (log scale)", loc="left")
     if kinds and rows:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
@@ -59,22 +74,26 @@ def curves(
     ax: Axes | None = None,
     log2_ticks: Sequence[float] = (),
 ) -> Axes:
-    """Draw {label: {x: y}} as lines told apart by colour, marker and style.
+    """Draw {label: {x: y}} as lines with their labels at their ends.
 
-    A y of None leaves a gap. With `log2_ticks` the x axis is logarithmic and labelled there.
+    A y of None leaves a gap. With `log2_ticks` the x axis is logarithmic and labelled there. The
+    name of a precision has its colour; a label that says "predicted" is dashed, without markers.
     """
-    ax = new_axis(ax)
+    ax, ends = new_axis(ax), []
     for i, (label, points) in enumerate(lines.items()):
-        y = [np.nan if value is None else value for value in points.values()]
-        look = line_look(i % len(COLORS))
-        ax.plot(list(points), y, **look, markevery=max(1, len(y) // 12), ms=6, label=label)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+        x = np.array(list(points), dtype=float)
+        y = np.array([np.nan if value is None else value for value in points.values()])
+        look = look_of(label, i)
+        ax.plot(x, y, **look, markevery=max(1, len(y) // 12))
+        if np.isfinite(y).any():
+            last = np.flatnonzero(np.isfinite(y))[-1]
+            ends.append((x[last], y[last], label, look["color"]))
+    ax.set_xlabel(xlabel, loc="left")
+    upright_unit(ax, ylabel)
     if log2_ticks:
         ax.set_xscale("log", base=2)
         ax.set_xticks(log2_ticks, [f"{tick:g}" for tick in log2_ticks])
-    if lines:
-        ax.legend(frameon=False)
+    name_lines(ax, ends)
     return ax
 
 
@@ -85,29 +104,15 @@ def bands(
     ax: Axes | None = None,
 ) -> Axes:
     """Draw {label: {x: values}} as lines of means, each in a band of ± the standard deviation."""
-    ax = new_axis(ax)
-    for i, (label, points) in enumerate(lines.items()):
+    means, spreads = {}, {}
+    for label, points in lines.items():
         values = np.array(list(points.values()), dtype=float)  # (points, seeds)
-        mean, spread = values.mean(1), values.std(1, ddof=1)
-        look = line_look(i % len(COLORS))
-        ax.plot(list(points), mean, **look, ms=5, label=label)
-        ax.fill_between(list(points), mean - spread, mean + spread, color=look["color"], alpha=0.2)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
-    ax.legend(frameon=False)
-    return ax
-
-
-def steps(
-    lines: Mapping[str, Sequence[float]], events: Sequence[str], ylabel: str, ax: Axes | None = None
-) -> Axes:
-    """Draw {label: [value after each event]} as steps; every label has as many values as events."""
-    ax = new_axis(ax, 9, 2.8)
-    for i, (label, values) in enumerate(lines.items()):
-        ax.plot(values, **line_look(i), drawstyle="steps-post", label=label)
-    ax.set_xticks(range(len(events)), [textwrap.fill(event, 14) for event in events])
-    ax.set(ylabel=ylabel, ylim=(0, None))
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        means[label] = dict(zip(points, values.mean(1), strict=True))
+        spreads[label] = values.std(1, ddof=1)
+    ax = curves(means, xlabel, ylabel, ax)
+    for line, (label, mean) in zip(list(ax.lines), means.items(), strict=True):
+        x, y, spread = list(mean), np.array(list(mean.values())), spreads[label]
+        ax.fill_between(x, y - spread, y + spread, color=line.get_color(), alpha=0.15, lw=0)
     return ax
 
 
@@ -122,12 +127,12 @@ def heat_map(
 
     `values` is `(len(rows), len(columns))`. A NaN leaves its field empty.
     """
-    ax = new_axis(ax, 5.5, 3.2)
+    ax = new_axis(ax, 5.5, grid="")
     image = ax.imshow(values, cmap="cividis", aspect="auto")
     middle = (np.nanmin(values) + np.nanmax(values)) / 2
     for i, j in np.argwhere(~np.isnan(values)):
         value = values[i, j]
-        color = BLACK if value > middle else "white"
+        color = INK if value > middle else "white"
         ax.text(j, i, fmt.format(value), ha="center", va="center", color=color)
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)

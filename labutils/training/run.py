@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 
@@ -202,16 +202,17 @@ def _train_and_measure(
 # ---- Speed
 
 
-def datasheet_tflops(product: str) -> dict[str, float]:
+def datasheet_tflops(product: str) -> Mapping[str, float]:
     """Return {kind of product: dense TFLOP/s} of a card by the name that torch gives it.
 
     It is {} if `cards.csv` lacks the card. A slice of a card or a variant (MIG, NVL, most laptops)
     has another name, so it has no datasheet.
     """
     try:
-        return card_named(product).speed.tflops
+        speed = card_named(product).speed
     except ValueError:
         return {}
+    return speed.tflops if speed else {}
 
 
 @lru_cache(maxsize=8)

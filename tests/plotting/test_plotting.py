@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from itertools import pairwise
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
+import nbformat
 import numpy as np
 import pytest
+from nbclient import NotebookClient
 
 import labutils as lab
 from labutils import plotting
@@ -38,7 +42,6 @@ DRAWN = {  # a function: its arguments before the axis
     "reconcile": ({"peak": {"guess": None, "ledger": 2.0, "measured": 2.0}}, "gain"),
     "curves": ({"it": {1: 2.0, 4: None}}, "batch", "ms"),
     "bands": ({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "x", "y"),
-    "steps": ({"reserved": [1, 2]}, ["first", "second"], "MiB"),
     "heat_map": (np.array([[1.0, np.nan]]), "a", "bc"),
     "stacked_memory": ({"fp32": {"parameters": MIB, "gradients": 0, "optimizer state": 2 * MIB}},),
     "kept_in_block": (KEPT,),
@@ -102,9 +105,12 @@ def run(name: str, ms: float | None) -> SimpleNamespace:
 
 def test_four_panels_leave_out_what_did_not_train():
     runs = [run("fp32", 20.0), run("bf16", 5.0), run("tf32", None)]
-    (times, rates), (peaks, losses) = plotting.four_panels(runs)
+    elsewhere = {"T4, predicted": {"fp32": 4.0, "fp16": 2.0}}
+    (times, speeds), (peaks, losses) = plotting.four_panels(runs, elsewhere)
     assert words(times.get_yticklabels()) == words(peaks.get_yticklabels()) == ["fp32", "bf16"]
-    assert [bar.get_width() for bar in [*times.patches, *rates.patches]] == [20, 5, 500, 2000]
+    assert [bar.get_width() for bar in times.patches] == [20, 5]
+    assert [1 + bar.get_width() for bar in speeds.patches] == [4, 2]
+    assert [bar.get_fill() for bar in speeds.patches] == [True, False]  # the second is predicted
     assert [list(line.get_xdata()) for line in losses.lines] == [[10, 20], [10, 20]]
 
 
@@ -121,3 +127,46 @@ def test_a_block_lies_in_its_segment_from_its_allocation_to_its_end():
     boxes, segments = layout(TRACE, who)
     assert segments == [[0, 7, 0, 20], [2, 7, 20, 10]]
     assert boxes == {"5 bytes": [[1, 5, 0, 5]], "4 bytes": [[3, 7, 23, 4]]}
+
+
+def test_names_at_the_ends_of_lines_do_not_cover_each_other():
+    lines = {name: {1: 1.0, 2: 2 + i / 100} for i, name in enumerate("abcd")}
+    ax = plotting.curves(lines, "x", "y")
+    ax.set_ylim(0, 10)  # set later, as cells do
+    ax.figure.draw_without_rendering()
+    names = {
+        text.get_text(): text.get_window_extent() for text in ax.texts if text.get_text() in "abcd"
+    }
+    assert sorted(names, key=lambda name: names[name].y0) == list("abcd")
+    assert all(low.y1 <= high.y0 for low, high in pairwise(names[name] for name in "abcd"))
+    assert names["a"].y0 < ax.transData.transform((2, 2))[1] < names["d"].y1
+
+
+def test_groups_have_a_headline_and_a_category_without_room_is_in_the_key():
+    parts = {"parameters": 90 * MIB, "gradients": MIB, "temporaries": MIB / 1000}
+    ax = plotting.stacked_memory(
+        {"none: forward": parts, "none: loss": parts, "block: loss": parts}
+    )
+    assert words(ax.get_yticklabels()) == ["forward", "loss", "loss"]
+    assert {"none", "block", "parameters"} <= set(words(ax.texts))
+    assert words(ax.get_legend().get_texts()) == ["parameters", "gradients"]
+    alone = plotting.stacked_memory({"all": {"parameters": MIB}})
+    assert alone.get_legend() is None and "parameters" in words(alone.texts)
+
+
+def test_a_figure_in_jupyter_says_what_it_shows(tmp_path):
+    code = """import labutils as lab
+from matplotlib import pyplot as plt
+for _ in range(2):
+    lab.setup()
+lab.plotting.curves({"a": {1: 2.0}}, "batch", "ms").set_title("It grows")
+plt.show()"""
+    path = tmp_path / "figure.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), path)
+    client = NotebookClient(nbformat.read(path, 4), kernel_name="python3")
+    inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    [cell] = client.execute(env=os.environ | inline).cells
+    [alt] = [
+        o.metadata["image/png"]["alt"] for o in cell.outputs if "image/png" in o.get("data", {})
+    ]
+    assert alt == "It grows. From left to right: batch. Upwards: ms"
