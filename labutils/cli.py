@@ -439,7 +439,6 @@ def labs(
 ) -> None:
     """Execute notebooks, the four or those named; results go to runs/."""
     from labutils import pages
-    from labutils.exhibits.play import save_all
 
     if student and (in_place or keep_going):
         raise typer.BadParameter("--student executes nothing: it excludes the other options")
@@ -452,7 +451,7 @@ def labs(
     make_folder(runs_dir())  # said now, and not after minutes
     succeeded = [pages.execute(path, in_place=in_place, keep_going=keep_going) for path in paths]
     if not notebooks:
-        print(f"wrote {save_all()}")
+        print(f"wrote {pages.write_exhibits()}")
     print(f"wrote {pages.write_index()}: it leads to all pages")
     raise typer.Exit(0 if all(succeeded) else 1)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import html
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,25 @@ from tqdm import tqdm
 
 from labutils.config.schema import ConfigError
 from labutils.exercises import VERDICTS
+from labutils.exhibits import play
 from labutils.files import REPO_DIR, make_folder, runs_dir, write_atomically
 from labutils.machine import choose_device, product_name
 from labutils.training.record import RunRecord, find_runs
 
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent / "page"), autoescape=True)
+STYLE = (Path(__file__).parent / "page" / "style.css").read_text(encoding="utf-8")
 CELL_TIMEOUT_S = 1200
 QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
 PRINTED = re.compile(r"(<pre>)(.*?)(</pre>)", re.S)
+FOR_EVERYBODY = {  # what is empty is no header, and what scrolls is reached by keyboard
+    "<th></th>": "<td></td>",
+    '<table border="1" class="dataframe">': '<table class="dataframe" tabindex="0">',
+    'hl-ipython3"><pre>': 'hl-ipython3"><pre tabindex="0">',
+    "<table>": '<table tabindex="0">',
+    'checkbox" disabled': 'checkbox" aria-label="to do" disabled',
+    "<math display": '<math tabindex="0" display',
+}
+LOG = re.compile(r"(?:^\S+: (?:on a |reusing run|saved |\w+ = | *\d+%\|).*\n?){2,}", re.M)
 COLUMNS = re.compile(r"(?:^[^<\n]*[^ <\n] {2,}[^ <\n][^<\n]*\n?){2,}", re.M)  # in two lines or more
 OTHER_FILES = {  # how files begin that are no notebooks, what they are, and what to do
     rb"[\s\xef\xbb\xbf]*<": "it is a web page; download the notebook itself",
@@ -113,7 +126,7 @@ def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> 
         on_cell_executed=lambda cell, **_: bar.update(cell.cell_type == "code"),
         on_notebook_start=interrupt,
     )
-    problem = ""
+    start, problem = time.perf_counter(), ""
     try:
         client.execute(env=os.environ | {"LABUTILS_NOTEBOOK": path.stem})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
@@ -128,8 +141,11 @@ def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> 
         problem = f"failed: cells {', '.join(failed)} of {path.name}, from 0" if failed else ""
     _shorten_errors(notebook)
     target = path if in_place and not problem else runs_dir() / path.name
+    if target != path:
+        where, seconds = product_name(choose_device()), time.perf_counter() - start
+        notebook.metadata["executed"] = f"Executed in {seconds:.0f} s on {where}"
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
-    text = page(notebook, product_name(choose_device()))
+    text = page(notebook, path.stem)
     write_atomically(runs_dir() / f"{path.stem}.html", text.encode())
     print(f"wrote {target} and {runs_dir() / path.stem}.html")
     if problem:
@@ -183,6 +199,13 @@ class _Renderer(IPythonRenderer):
     def inline_math(self, body: str) -> str:
         return convert(body)
 
+    def paragraph(self, text: str) -> str:
+        label = re.match(r"<strong>(What you now know|Try it)", text)
+        kind = (
+            {"What": ' class="know"', "Try": ' class="try"'}[label[1].split()[0]] if label else ""
+        )
+        return f"<p{kind}>{text}</p>\n"
+
     def link(self, text: str, url: str, title: str | None = None) -> str:
         file = REPO_DIR / re.sub(r"^(\.\./)+", "", url)
         is_here = not re.match(r"[a-z]+:", url) and file.is_file()
@@ -207,58 +230,126 @@ class _PageExporter(HTMLExporter):
         return MarkdownWithMath(_Renderer(escape=False, attachments=attachments)).render(source)
 
 
-def page(notebook: nbformat.NotebookNode, device: str) -> str:
-    """Return a notebook's page, with its first heading and the device in its title.
+def page(notebook: nbformat.NotebookNode, name: str = "") -> str:
+    """Return a notebook's page. With the name of one of the course its neighbours are linked.
 
-    Nothing is loaded from a network. Printed columns scroll on a narrow screen; sentences wrap.
+    Nothing is loaded from a network. Printed columns scroll on a narrow screen; sentences wrap. The
+    log of runs is folded.
     """
     notebook = copy.deepcopy(notebook)
-    markdown = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    headings = re.findall(r"^# (.+)$", markdown, flags=re.M) or ["Notebook"]
-    notebook.metadata["title"] = f"{headings[0]} – {device}"
-    text, _ = _PageExporter().from_notebook_node(notebook)
+    facts = facts_of(notebook)
+    notebook.metadata["title"] = facts["title"]
+    resources = {"executed": facts["executed"], "around": list(neighbours(name))}
+    text, _ = _PageExporter().from_notebook_node(notebook, resources)
 
-    def scroll(printed: re.Match) -> str:
-        return (
-            printed[1] + COLUMNS.sub(r'<span class="columns">\g<0></span>', printed[2]) + printed[3]
+    def printed(found: re.Match) -> str:
+        inside = LOG.sub(
+            folded, COLUMNS.sub(r'<span class="columns" tabindex="0">\g<0></span>', found[2])
         )
+        return (found[1] + inside + found[3]).replace("<pre></pre>", "")
 
     sections = re.findall(r'<h2 id="([^"]+)">(.*?)<a class="anchor-link"', text, re.S)
     lines = ['<li><a href="index.html">All pages</a></li>']
     lines += [f'<li><a href="#{name}">{title}</a></li>' for name, title in sections]
     contents = f'<nav class="contents" aria-label="Contents"><ol>{"".join(lines)}</ol></nav>'
-    return PRINTED.sub(scroll, text).replace("<main>", f"{contents}\n<main>", 1)
+    for old, new in FOR_EVERYBODY.items():
+        text = text.replace(old, new)
+    return PRINTED.sub(printed, text).replace("<main>", f"{contents}\n<main>", 1)
 
 
-def write_index() -> Path:
-    """Write `runs/index.html` over all pages and runs; return its path.
+def folded(log: re.Match) -> str:
+    """Return lines that runs printed, folded, between the texts before and after them."""
+    summary = f"{log[0].count(chr(10))} lines of the log"
+    return f"</pre><details><summary>{summary}</summary><pre>{log[0]}</pre></details><pre>"
 
-    The reader's own runs come first; those of a notebook stand folded under it. All links are
-    relative. A page that others link to, of a notebook that was not executed, then says so.
+
+def neighbours(name: str) -> Iterator[tuple[str, str]]:
+    """Yield (words, link) of the pages before and after a notebook's, in the course's order."""
+    stems = [path.stem for path in all_notebooks()]
+    if name in stems:
+        at = stems.index(name)
+        for arrow, i in (("← {}", at - 1), ("{} →", at + 1)):
+            if 0 <= i < len(stems):
+                words = re.sub(r"[-_]", " ", stems[i])
+                yield arrow.format(words), f"{stems[i]}.html"
+    else:
+        yield "All pages", "index.html"
+
+
+def write_index(folder: Path | None = None) -> Path:
+    """Write `index.html` of a folder of pages, by default runs/; return its path.
+
+    It leads to the notebooks of the course and to their findings, to the exhibits, and in runs/ to
+    the runs, the reader's own first. All links are relative. A notebook without a page gets one
+    that says how to execute it.
     """
-    folder = runs_dir()
+    target = folder or runs_dir()
+    pages = []
+    for path in all_notebooks():
+        file = target / f"{path.stem}.html"
+        own = file.with_suffix(".ipynb")
+        notebook = read_notebook(own if own.exists() else path)
+        facts = facts_of(notebook) | {"file": file.name, "is_core": path.parent == REPO_DIR}
+        is_here = own.exists() or folder is not None
+        pages.append(facts if is_here else facts | {"picture": "", "headline": ""})
+        if not file.exists():
+            missing = TEMPLATES.get_template("missing.html.j2")
+            write_atomically(file, missing.render(facts, name=path.stem, style=STYLE).encode())
     by_notebook: dict[str, list[RunRecord]] = defaultdict(list)
     for record in reversed(find_runs()[0]):
         by_notebook[record.environment.get("notebook", "")].append(record)
-    pages, linked = [], set()
-    for path in sorted(folder.glob("*.html")):
-        if path.with_suffix(".ipynb").exists():
-            text = path.read_text(encoding="utf-8")
-            title = re.search(r"<title>(.*?)</title>", text, re.S)
-            page_facts = {"file": path.name, "records": by_notebook[path.stem]}
-            pages.append(page_facts | {"title": html.unescape(title[1].strip())})
-            linked |= set(re.findall(r'href="([\w-]+)\.html"', text))
-    index = TEMPLATES.get_template("runs.html.j2").render(
+    text = TEMPLATES.get_template("start.html.j2").render(
         pages=pages,
-        own_records=by_notebook[""],
-        has_exhibits=(folder / "exhibits.html").exists(),
+        exhibits={name: getattr(play, name)().title for name in play.NAMES},
+        with_runs=folder is None,
+        own_records=by_notebook.pop("", []),
+        by_notebook=by_notebook,
+        style=STYLE,
     )
-    write_atomically(folder / "index.html", index.encode())
-    for name in linked:
-        if not (folder / f"{name}.html").exists():
-            missing = TEMPLATES.get_template("missing.html.j2").render(name=name)
-            write_atomically(folder / f"{name}.html", missing.encode())
-    return folder / "index.html"
+    write_atomically(target / "index.html", text.encode())
+    return target / "index.html"
+
+
+def facts_of(notebook: nbformat.NotebookNode) -> dict[str, str]:
+    """Return what the first page says of a notebook: its title, a sentence about it, how it was
+    executed, and the picture of the cell tagged `cover`, whose finding is the headline.
+    """
+    title = re.search(r"^# (.+)$", notebook.cells[0].source, re.M)
+    facts = {"title": title[1] if title else "Notebook", "picture": "", "headline": ""}
+    facts |= {key: notebook.metadata.get(key, "") for key in ("about", "executed")}
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "cover" in cell.metadata.get("tags", []) and "image/png" in output.get("data", {}):
+                facts["picture"] = f"data:image/png;base64,{output.data['image/png']}"
+                alt = output.metadata.get("image/png", {}).get("alt", "")
+                facts["headline"] = alt.partition(". From ")[0]
+    return facts
+
+
+def write_exhibits(folder: Path | None = None) -> Path:
+    """Write `exhibits.html`, one page with all exhibits, into a folder, by default runs/."""
+    target = (folder or runs_dir()) / "exhibits.html"
+    exhibits = {name: getattr(play, name)() for name in play.NAMES}
+    text = TEMPLATES.get_template("exhibits.html.j2").render(exhibits=exhibits, style=STYLE)
+    write_atomically(target, text.encode())
+    return target
+
+
+def write_site(folder: Path) -> Path:
+    """Write pages of all notebooks with the outputs that they have, and of the exhibits, into a
+    folder that any static host serves; return the first page's path.
+
+    Other files of the course to which a page links are copied beside it.
+    """
+    make_folder(folder)
+    for path in all_notebooks():
+        text = page(read_notebook(path), path.stem)
+        for link in set(re.findall(r'href="(\.\./[^"]+)"', text)):
+            copied = shutil.copy((runs_dir() / link).resolve(), folder)
+            text = text.replace(f'"{link}"', f'"{Path(copied).name}"')
+        write_atomically(folder / f"{path.stem}.html", text.encode())
+    write_exhibits(folder)
+    return write_index(folder)
 
 
 def write_student_copy(path: Path, folder: Path) -> Path:

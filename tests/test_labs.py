@@ -75,7 +75,7 @@ def test_a_file_that_is_no_notebook_is_named_as_such(content, reason, tmp_path, 
 
 def test_a_page_without_runs_says_so(runs):
     text = pages.write_index().read_text(encoding="utf-8")
-    assert "<p>No run of yours is recorded yet.</p>" in text and "&lt;" not in text
+    assert "<p>No run of yours is recorded yet: <code>" in text and "&lt;" not in text
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals of this kind")

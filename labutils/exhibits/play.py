@@ -16,29 +16,11 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from labutils.files import runs_dir, write_atomically
-
 FOLDER = Path(__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 EITHER = Parameter.POSITIONAL_OR_KEYWORD
 # Of a script: what joins modules, comments on lines of their own, and indentation.
 LEFT_OUT = re.compile(r"^import [^;]*;\n|^export |^ *//.*\n|^ +", re.MULTILINE)
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Things to play with</title>
-<style>
-  html { background: Canvas; color: CanvasText }
-  body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: auto; padding: 8px }
-</style>
-<main>
-<h1>Things to play with</h1>
-BODY
-</main>
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*NAMES, "save_all"]
+    return NAMES
 
 
 def player(name: str) -> Any:
@@ -97,7 +79,8 @@ def check_own_point(share: float | None, speedup: float | None) -> None:
 def html_of(name: str, table: dict, start: dict) -> str:
     """Return an exhibit that begins with `start`. Its still is of what its finding says."""
     finding, still = table["finding"], table["still"]
-    data, style = literal(table["data"] | {"start": start}), literal(read("shared.css"))
+    data = literal(table["data"] | {"start": start})
+    style = literal(re.sub(r"\s*([{};,])\s*", r"\1", read("shared.css")))
     return f"""<div data-exhibit="{name}">
 <figure style="margin: 0"><img alt="{finding}" src="{still}"></figure>
 </div>
@@ -117,14 +100,3 @@ def literal(value: Any) -> str:
 def read(file: str) -> str:
     """Return the text of a file in this folder, without what only its readers need."""
     return LEFT_OUT.sub("", (FOLDER / file).read_text(encoding="utf-8"))
-
-
-def save_all(path: str | Path | None = None) -> Path:
-    """Write one page with all exhibits, by default `runs/exhibits.html`; return its path."""
-    target = Path(path or runs_dir() / "exhibits.html")
-    parts = []
-    for name in NAMES:
-        exhibit = player(name)()
-        parts.append(f"<h2>{exhibit.title}</h2>\n<p>{exhibit.say}</p>\n{exhibit.html}")
-    write_atomically(target, PAGE.replace("BODY", "\n".join(parts)).encode())
-    return target
