@@ -64,8 +64,8 @@ $(NPM): tests/exhibits/package-lock.json
 
 test-more: $(VENV)/installed $(NPM)
 	if [ -f $(NPM) ]; then $(dir $(NPM)).bin/prettier --config tests/exhibits/package.json \
-	--check labutils/exhibits/*.js labutils/exhibits/*.css; fi
-	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile -m "(browser or processes or slow) and not slowest" tests
+	--check labutils/exhibits/*.js labutils/exhibits/*.css labutils/page/*.css; fi
+	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile -m "slow and not slowest" tests
 
 test-slow: $(VENV)/installed
 	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist load -m slowest tests

@@ -51,7 +51,7 @@ def runs(tmp_path, monkeypatch):
 def pytest_collection_modifyitems(items):
     for item in items:
         if {"browser", "node"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker("browser")
+            item.add_marker("slow")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -11,7 +11,7 @@ import pytest
 import labutils as lab
 from benchmarks import arms, bench, snapshot_record
 from labutils.files import REFERENCE_DIR
-from tests.helpers import CPU, TINY
+from tests.helpers import CPU, TINY, slow
 
 SHIPPED = "snapshot-gpt2-nano-without-a-card.pickle"
 
@@ -35,7 +35,7 @@ def test_arms_train_alike():
         assert losses[0] == pytest.approx(expected[0], abs=0.05)
 
 
-@pytest.mark.slow
+@slow
 def test_two_arms_are_compared_in_turns(runs, capsys):
     small = ["seq_len=32", "micro_batch_size=2", "compile=off"]
     few = ["--warmup", "2", "--blocks", "2", "--steps", "4"]

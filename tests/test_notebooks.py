@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 
 import labutils as lab
 from tests import helpers
-from tests.helpers import REPO, code_of, read_notebook, slowest
+from tests.helpers import REPO, code_of, read_notebook, slow, slowest
 
 CORE = sorted(path.name for path in REPO.glob("0*.ipynb"))
 FURTHER = sorted(f"further/{path.name}" for path in REPO.glob("further/*.ipynb"))
@@ -302,7 +302,7 @@ def test_a_notebook_run_again_takes_guesses_and_holds_no_more_memory(runs, name)
     assert set(made) == {"after the result"}
 
 
-@pytest.mark.slow
+@slow
 def test_odd_paths_and_no_home_folder_work(tmp_path):
     course = tmp_path / "mit Leerzeichen" / "课程"
     shutil.copytree(REPO / "labutils", course / "labutils")

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 import labutils as lab
 from labutils.training.run import flops_per_token
-from tests.helpers import CPU, REPO, write_small_text
+from tests.helpers import CPU, REPO, slow, write_small_text
 from tests.test_budget import size
 
 SCRIPT = REPO / "further" / "train_gpt2.py"
@@ -318,7 +318,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.processes
+@slow
 def test_two_processes_train_like_one(tmp_path):
     full_after_4 = tmp_path / "late_disk.py"
     full_after_4.write_text(LATE_DISK)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import labutils as lab
+from tests.helpers import slow
 
-pytestmark = pytest.mark.processes
+pytestmark = slow
 
 WORKER = """
 import torch
