@@ -4,12 +4,18 @@ no model hub.
 
 from __future__ import annotations
 
+import gc
 import shutil
 
 import pytest
 import torch
 
+import labutils as lab
 from benchmarks.configs import shipped
+from labutils import session
+from labutils.prediction import calibrate
+
+RATES = {f"{kind} float32": [(1.0, 1e-9)] for kind in calibrate.OPERATIONS}
 
 
 @pytest.fixture(scope="session")
@@ -35,16 +41,26 @@ def _isolated(monkeypatch, runs_root, shipped_configs):
     # else a busy machine would decide how many threads a test and its child processes have
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a hub that refuses
+    rates = calibrate.CpuRates((1e-5, 1e-5), RATES)  # made up: to measure them takes seconds
+    monkeypatch.setattr(calibrate, "measure_cpu", lambda: rates)
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """An empty runs folder, and a terminal on which no table is broken."""
+    """An empty runs folder, a terminal on which no table is broken, and memory for each run."""
     folder = tmp_path / "runs"
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("LABUTILS_RUNS", str(folder))
+    monkeypatch.setattr(session, "require_host_memory", lambda config: None)
     return folder
+
+
+def pytest_collection_finish():
+    """Keep what is imported out of the garbage collections, of which each run does several."""
+    lab.build_model(n_layer=1)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by mark

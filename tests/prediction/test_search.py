@@ -10,7 +10,7 @@ import torch
 
 import labutils as lab
 from benchmarks.configs import shipped
-from labutils import machine
+from labutils import machine, session
 from labutils.cli import main
 from labutils.config.card import CARDS, CONTEXT_GIB
 from labutils.config.reader import parse_overrides
@@ -254,6 +254,7 @@ def test_ways_out_fit_what_is_free(monkeypatch):
 
 def test_a_cpu_run_without_room_is_not_started(runs, monkeypatch):
     """Where memory is overcommitted, nothing would say no: the process would be killed."""
+    monkeypatch.setattr(session, "require_host_memory", search.require_host_memory)
     # enough, but for fragmentation
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 70 * 2**20)
     monkeypatch.setattr(training_run, "train", lambda *_, **__: pytest.fail("it trained"))

@@ -14,7 +14,7 @@ from labutils import machine
 from labutils.config.card import CARDS, Card, Speed
 from labutils.memory.kinds import FLASH
 from labutils.prediction import calibrate
-from labutils.prediction.calibrate import CpuRates
+from labutils.prediction.calibrate import CpuRates, measure_cpu
 from labutils.prediction.fusion import fuse
 from labutils.prediction.published import config_of_row, published
 from labutils.prediction.time import (
@@ -260,7 +260,7 @@ def test_a_measured_rate_is_interpolated_and_kept_beyond_the_ends():
 
 
 def test_measured_operations_have_the_work_of_predicted_ones():
-    curves = calibrate.measure_cpu().curves
+    curves = measure_cpu().curves
     smallest = {kind: curve[0][0] for kind, curve in curves.items()}
     n = 2**12  # numbers of the smallest matrix
     expected = {"product float16": 2 * 32**3, "elementwise float32": 12 * n}

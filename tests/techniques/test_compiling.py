@@ -25,8 +25,9 @@ def loss_and_gradient(loss_fn):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+@slow
 @pytest.mark.skipif(NO_COMPILER, reason="no C++ compiler here")
-@pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=slow)])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
     compiled = CompiledLoss(partial(lab.lm_loss_sum, chunk_tokens=16), mode, CPU)
     loss, gradient = loss_and_gradient(compiled)
