@@ -2,8 +2,6 @@
 no model hub.
 """
 
-from __future__ import annotations
-
 import gc
 import shutil
 

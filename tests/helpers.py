@@ -1,7 +1,5 @@
 """What several test modules share."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -5,8 +5,6 @@ again. A cell tagged `raises-exception` that raises nothing fails. Runs go to a 
 nothing is reused or left behind.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 

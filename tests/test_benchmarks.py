@@ -1,7 +1,5 @@
 """What benchmarks/ makes: arms that train the same, a comparison in turns, a slim history."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from itertools import islice

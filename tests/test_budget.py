@@ -5,8 +5,6 @@ every Python from 3.11. Code lines: neither blank, nor comment, nor docstring. A
 only by a commit that says why.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

@@ -1,7 +1,5 @@
 """What only a CUDA device shows. Skipped, visibly, without one: no CUDA function is mocked here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`make gpu`: parts that do not stop each other, can be continued, and lose nothing."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

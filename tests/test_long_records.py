@@ -1,7 +1,5 @@
 """The records of long runs: what their runs are, that they can be made, and what the shipped say."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

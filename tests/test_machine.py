@@ -1,7 +1,5 @@
 """What this machine is: a card that cannot be used is named with its fix; threads are chosen once."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The small helpers that notebooks use in place of a repeated phrase."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -3,8 +3,6 @@
 Its cells themselves are run by nbval, with the rules of `notebook_rules.py`.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

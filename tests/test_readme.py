@@ -1,7 +1,5 @@
 """The README's figure is that of notebook 01, and its caption names the machine that made it."""
 
-from __future__ import annotations
-
 import re
 
 from benchmarks.readme_figure import NOTEBOOK, TARGET, figure_of

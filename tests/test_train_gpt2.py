@@ -1,7 +1,5 @@
 """further/train_gpt2.py, the one script without labutils, against `labutils run`."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import pickle
 import sys
@@ -90,7 +88,7 @@ def test_the_allocators_own_format(tmp_path):
     trace.insert(5, {"action": "oom", "device_free": 0, "size": 2**30})
     (tmp_path / "s.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [trace]}))
     history = snapshot.load(tmp_path / "s.pickle")
-    own = "f: from __future__ import annotations"
+    own = "f: import gc"
     assert history.at_end() == {own: 2048, snapshot.NO_LINE: 5120}
     assert history.alive().sum(axis=1).tolist() == [512, 1536, 5632, 5120, 7168]
 

@@ -1,7 +1,5 @@
 """Figures: what is drawn is the numbers that were given, on the axis that was given."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 from types import SimpleNamespace

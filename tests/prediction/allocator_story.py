@@ -8,8 +8,6 @@ rules do; versions before it take the one with the lowest address, which the dri
 the rules are given the driver's addresses.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

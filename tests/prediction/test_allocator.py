@@ -1,7 +1,5 @@
 """The caching allocator's rules; tests/test_gpu.py holds them against torch's own."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -2,8 +2,6 @@
 without a card.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

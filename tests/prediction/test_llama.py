@@ -1,7 +1,5 @@
 """LLaMA that is too large to build: few layers tell the bytes of many."""
 
-from __future__ import annotations
-
 import pytest
 
 from labutils.prediction import llama

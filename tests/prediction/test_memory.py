@@ -2,8 +2,6 @@
 recorded in reference/allocator.csv.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Too little memory gives a short answer with ways out, and the memory back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What would fit: changes to a config, and the largest sizes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

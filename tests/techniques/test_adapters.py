@@ -1,7 +1,5 @@
 """LoRA beside frozen layers, and frozen layers in 4 bits."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

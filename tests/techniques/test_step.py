@@ -4,8 +4,6 @@ batches.
 The gradients are compared, not the losses: at the first step every bug leaves the loss alone.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The judge of notebook 02: a right gradient passes, each kind of wrong one is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

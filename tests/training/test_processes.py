@@ -1,7 +1,5 @@
 """Two real processes run a file that a notebook has written."""
 
-from __future__ import annotations
-
 import pytest
 
 import labutils as lab

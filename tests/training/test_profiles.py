@@ -1,7 +1,5 @@
 """Profiles of any call: operations once each, and their sums by kind."""
 
-from __future__ import annotations
-
 import torch
 
 from labutils.training import profiles

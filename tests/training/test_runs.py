@@ -1,7 +1,5 @@
 """From a config to a record: every key reaches the run, every end keeps what there is."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

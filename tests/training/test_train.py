@@ -1,7 +1,5 @@
 """The loop on any module: scaling, precision, evaluation, and how a training stops."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref
