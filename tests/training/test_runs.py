@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,16 +162,22 @@ def test_what_ends_a_run_keeps_its_record(outcome, place, monkeypatch):
     assert record.timing and load_record(record.id) == record
 
 
-def test_ctrl_c_in_a_notebook_saves_the_record_and_stops_run_all(monkeypatch):
-    def stopped(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "measure_step", stopped)
-    monkeypatch.setattr(module, "in_notebook", lambda: True)
-    with pytest.raises(KeyboardInterrupt, match="stopped"):
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (KeyboardInterrupt(), "interrupted: after 3 of 3 steps: stopped"),  # Run All ends, too
+        (RuntimeError("a bug"), "failed: after 3 of 3 steps: RuntimeError: a bug"),
+    ],
+    ids=str,
+)
+def test_what_stops_a_notebook_is_raised_when_the_record_is_saved(monkeypatch, error, ending):
+    with monkeypatch.context() as patch, pytest.raises(type(error), match=r"stopped|a bug"):
+        patch.setattr(module, "measure_step", Mock(side_effect=error))
+        patch.setattr(module, "in_notebook", lambda: True)
         run()
-    (saved,), _ = lab.find_runs()
-    assert saved.outcome == "interrupted" and len(saved.series.loss) == 3
+    left = load_record("tiny")
+    assert left.ending.startswith(ending) and len(left.series.loss) == 3
+    assert run(rerun=False).outcome == "completed"
 
 
 # Whatever registers hooks, keeps tensors aside or replaces parts of the model.
@@ -237,20 +244,6 @@ def test_records_of_version_3_are_read_and_compared(runs):
         old[-1].save()
         assert load_record(f"every {n}") == old[-1]
     assert "save_every" not in lab.compare([*old, record("new")])
-
-
-def test_a_run_that_fails_leaves_a_record_with_its_steps_and_its_reason(monkeypatch):
-    def fails(*_, **__):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(module, "measure_step", fails)
-    with pytest.raises(RuntimeError, match="a bug"):
-        run()
-    left = load_record("tiny")
-    assert (left.outcome, len(left.series.loss)) == ("failed", 3)
-    assert left.reason == "after 3 of 3 steps: RuntimeError: a bug"
-    monkeypatch.undo()
-    assert run(rerun=False).outcome == "completed"
 
 
 def test_a_run_that_is_not_over_hides_none_that_is(monkeypatch):
