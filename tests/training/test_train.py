@@ -12,7 +12,6 @@ import labutils as lab
 from labutils.techniques.precision import grad_scaler
 from labutils.training import train as module
 from labutils.training.train import Series
-from labutils.workload.build import build_optimizer
 from tests.helpers import (
     CPU,
     count_rows,
@@ -134,22 +133,3 @@ def test_no_graph_outlives_its_micro_batch():
 
     train(two_layers(), regression_batches(6), loss_fn=loss_fn, steps=2, grad_accum_steps=3)
     assert alive == [0] * 6
-
-
-def test_schedule_warms_up_then_falls_to_a_tenth():
-    options = {"steps": 100, "learning_rate": 1.0, "lr_warmup_steps": 10}
-    rates = {}
-    for schedule in ("cosine", "constant"):
-        config = lab.load_config("fp32", **options, lr_schedule=schedule)
-        rates[schedule] = list(map(lab.rate_of(config), range(100)))
-    assert rates["constant"] == pytest.approx([0.1 * i for i in range(1, 11)] + [1.0] * 90)
-    falling = rates["cosine"][9:]
-    assert falling == sorted(falling, reverse=True)
-    assert (falling[0], falling[-1]) == pytest.approx((1.0, 0.1), abs=1e-3)
-
-
-def test_weight_decay_spares_biases():
-    optimizer = build_optimizer(two_layers(), lab.load_config("fp32", weight_decay=0.5))
-    decays = [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
-    assert decays == [(0.5, 2), (0.0, 2)]
-    assert all(p.dim() == 1 for p in optimizer.param_groups[1]["params"])
