@@ -16,16 +16,12 @@ from labutils.techniques.optimizers import (
 )
 from labutils.training.train import train
 from tests.helpers import (
-    CPU,
     count_rows,
     regression_batches,
     squared_error_sum,
     two_layers,
-    without_onednn,
 )
 
-SMALL = {"seq_len": 64, "micro_batch_size": 4, "tokens_per_step": 256}
-LEAN = {"dropout": 0.0, "activation": "gelu_tanh", "max_grad_norm": 0.0}
 OPTIONS = {"count_targets": count_rows, "progress": False}
 
 
@@ -140,26 +136,3 @@ def test_an_optimizer_inside_backward_that_is_gone_updates_nothing():
     squared_error_sum(model, regression_batches(1)[0]).backward()
     assert all(map(torch.equal, before, model.parameters()))
     assert all(p.grad is not None for p in model.parameters())
-
-
-EVERYTHING = {"optimizer": "adamw_8bit", "precision": "pure_bf16", "optimizer_in_backward": True}
-EVERYTHING |= {"gradient_checkpointing": "block", "loss_chunk_tokens": 64}
-CASES = [
-    {"optimizer": "adamw_8bit"},
-    {"optimizer": "adamw_bf16", "precision": "pure_bf16"},
-    EVERYTHING,
-]
-
-
-@pytest.mark.parametrize("changes", CASES, ids=["8 bits", "16 bits", "everything"])
-def test_the_ledger_knows_these_optimizers(changes):
-    """The real allocator's peak, within half a per cent, as for all other switches."""
-    config = lab.load_config("fp32", **SMALL, **LEAN, **changes).on("cpu")
-    predicted = lab.predict_memory(config, "cpu")
-    work = lab.build(config, CPU)
-    ids = lab.sequences(64)[:4]
-    step = [{"input_ids": ids, "labels": ids}], work.loss_fn, work.optimizer
-    train(work.model, *step, steps=1, precision=config.precision, progress=False)
-    with without_onednn():
-        measured = lab.measure_step(work.model, *step)
-    assert measured.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.005)
