@@ -22,7 +22,7 @@ from labutils.techniques.adapters import add_lora
 from labutils.training.record import RunRecord
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import POLICIES, REPO, predicted_on
+from tests.helpers import POLICIES, REPO, in_a_process, predicted_on
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -271,16 +271,12 @@ def test_running_out_of_memory_says_nothing_on_stderr():
     lines.
     """
     body = """
-import labutils as lab
-import torch
 try:
     torch.empty(2**50, device="cuda")
 except torch.OutOfMemoryError:
     print("out of memory")
 """
-    answer = subprocess.run(
-        [sys.executable, "-c", body], capture_output=True, text=True, cwd=REPO, check=False
-    )
+    answer = in_a_process(body)
     assert (answer.stdout, answer.stderr) == ("out of memory\n", "")
 
 

@@ -8,7 +8,7 @@ import tarfile
 import time
 import zipfile
 from importlib.util import find_spec
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,32 +125,25 @@ def test_nothing_of_an_archive_is_written_outside_the_reference(tmp_path):
     assert not (tmp_path / "evil").exists()
 
 
-def write_wheel(folder: Path, name: str) -> None:
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", "")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+def test_of_a_folder_of_wheels_only_what_is_missing_is_installed(tmp_path):
+    (tmp_path / "torch-1.0-py3-none-any.whl").touch()
+    with zipfile.ZipFile(tmp_path / "surely_not_here-1.0-py3-none-any.whl", "w") as wheel:
+        info = "surely_not_here-1.0.dist-info"
+        wheel.writestr("surely_not_here.py", "")
+        wheel.writestr(f"{info}/METADATA", "Name: surely_not_here\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-
-
-def test_of_a_folder_of_wheels_only_what_is_missing_is_installed(tmp_path):
-    for name in ("torch", "surely_not_here"):
-        write_wheel(tmp_path, name)
     gpu.install_missing(tmp_path, tmp_path / "site")
     assert [path.name for path in (tmp_path / "site").glob("*.py")] == ["surely_not_here.py"]
 
 
 def test_what_has_passed_is_not_tested_again(tmp_path, monkeypatch):
-    class Item:
-        def __init__(self, nodeid: str) -> None:
-            self.nodeid, self.when, self.passed = nodeid, "call", True
-
     monkeypatch.setenv(gpu.PASSED, str(tmp_path / "passed"))
-    gpu.pytest_runtest_logreport(Item("tests/test_gpu.py::test_a[x y]"))
-    items = [Item("tests/test_gpu.py::test_a[x y]"), Item("tests/test_gpu.py::test_b")]
+    first, second = (SimpleNamespace(nodeid=name) for name in ("test_gpu.py::test_a[x y]", "b"))
+    gpu.pytest_runtest_logreport(SimpleNamespace(nodeid=first.nodeid, when="call", passed=True))
+    items = [first, second]
     gpu.pytest_collection_modifyitems(items)
-    assert [item.nodeid for item in items] == ["tests/test_gpu.py::test_b"]
+    assert items == [second]
 
 
 def test_every_part_calls_what_there_is():
