@@ -50,17 +50,5 @@ def test_views_of_one_storage_count_once_and_weights_not_at_all():
         with lab.saved_for_backward(weights_of) as kept:
             output = layer(x).sum() + (x[:2] * x[2:]).sum() + layer(x.view(2, 2, 8)).sum()
         assert kept.total() == x.nbytes + n_bytes
-        assert output.requires_grad
-
-
-def test_what_is_kept_can_be_counted_by_kind():
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-    mask = torch.zeros(3, 8, dtype=torch.bool)
-    x = torch.ones(3, 4)
-    with lab.saved_for_backward(net, lambda tensor: tensor.dtype) as kept:
-        output = net(x).masked_fill(mask, 0.0)
-    # ReLU keeps its output
-    assert kept == {torch.bool: mask.nbytes, torch.float32: x.nbytes + output.nbytes}
-    assert kept[torch.int64] == 0  # a Counter: what is not there is 0
-    output.sum().backward()  # the graph still works
-    assert net[0].weight.grad is not None
+        output.backward()
+        assert x.grad.all()  # the graph still works
