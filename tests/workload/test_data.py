@@ -17,28 +17,6 @@ def test_stdlib_corpus_is_text_and_its_digest_is_stable_and_knows_the_tokenizer(
     assert small.digest != corpus.digest == lab.load_corpus(min_tokens=1000).digest
 
 
-def test_batches_are_seeded_and_an_epoch_sees_every_block_once():
-    blocks = torch.arange(24).view(12, 2)
-
-    def epoch(seed: int) -> torch.Tensor:
-        stream = islice(lab.batches(blocks, 3, seed), 4)
-        return torch.stack([batch["input_ids"] for batch in stream])
-
-    assert epoch(0).shape == (4, 3, 2)
-    assert torch.equal(epoch(0), epoch(0))
-    assert not torch.equal(epoch(0), epoch(1))
-    assert sorted(epoch(0).flatten().tolist()) == list(range(24))
-
-
-def test_held_out_blocks_are_never_trained_on():
-    corpus = lab.load_corpus()
-    train, held_out = corpus.split(64)
-    n_blocks = len(corpus.ids) // 64
-    assert (len(train), len(held_out)) == (n_blocks - n_blocks // 10, n_blocks // 10)
-    rebuilt = torch.cat([train[:9], held_out[:1]]).flatten()
-    assert rebuilt.tolist() == corpus.ids[:640].tolist()
-
-
 def test_a_corpus_grows_by_documents_until_it_has_enough():
     small = lab.load_corpus(min_tokens=1)
     large = lab.load_corpus(min_tokens=len(small.ids) + 1)
