@@ -2,8 +2,6 @@
 skipped, or fail if they are required.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

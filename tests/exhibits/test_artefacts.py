@@ -1,7 +1,5 @@
 """The files of exhibits are what `make exhibits` makes; and the page `plan` is near predictions."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import reduce

@@ -1,7 +1,5 @@
 """What all exhibits share: small, self-contained, for every reader and for a narrow screen."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

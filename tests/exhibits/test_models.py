@@ -1,7 +1,5 @@
 """The models of exhibits, called by node, against the answers of Python and torch."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from functools import partial, reduce

@@ -1,7 +1,5 @@
 """The pages that `labs` and `make site` write: without a network, on any screen, light and dark."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from pathlib import Path
