@@ -103,7 +103,7 @@ bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks.bench
 
 records: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.records convergence rates stability
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.records convergence rates stability unscaled
 
 # A Python that is there already, with torch: GPU_PYTHON=python3. LIMIT: seconds for each part.
 GPU_PYTHON ?= $(BIN)/python

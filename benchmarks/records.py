@@ -8,6 +8,8 @@ Held-out losses are on all held-out text.
 stability: six arms at three rates with ten seeds each, a decaying rate and torch's own growth
 interval: half an hour to three hours on one thread, most of them in FP16. Each of its runs is kept
 in runs/ when it ends, so it continues where it was stopped.
+unscaled: section 7 of notebook 01 for longer, with five seeds: FP16 without a scaler, and FP32
+whose queries and keys learn nothing. About four minutes.
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from labutils.config.reader import load_config
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR, code_version, commit, new_id, runs_dir, write_atomically
 from labutils.machine import choose_device
+from labutils.techniques.loss import lm_loss_sum
 from labutils.training.run import rate_of
 from labutils.training.train import Series, train
 from labutils.workload.build import build, build_workload
-from labutils.workload.data import build_data
+from labutils.workload.data import batches, build_data, load_corpus, sequences
+from labutils.workload.gpt2 import build_model
 
 SEEDS, TOKENS, EVERY_TOKENS = 10, 98_304, 8_192
 LEARNING_RATES = (3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)
 FILES = {"convergence": "convergence", "rates": "convergence_rates", "stability": "stability"}
+FILES["unscaled"] = "unscaled"
 RULES = {
     "convergence": "rate times the square root of (batch / 8); constant after 2048 tokens",
     "rates": "the same rates for both batches, seed 0; constant after 2048 tokens",
@@ -231,6 +236,47 @@ def stability_text(options: argparse.Namespace) -> str:
     return text_of(facts, pd.concat(tables))
 
 
+# ---- Unscaled
+
+UNSCALED_SEEDS, UNSCALED_STEPS, UNSCALED_EVERY = 5, 200, 10
+UNSCALED_ARMS = "fp32", "fp16", "fp32 without query and key"
+
+
+def unscaled_rows(arm: str, seed: int) -> list[dict[str, object]]:
+    """Return a row after each UNSCALED_EVERY steps: 2 sequences of 32 tokens a step, rate 2e-3."""
+    model = build_model("gpt2-nano", seed=seed)
+    if arm.endswith("key"):
+        for block in model.transformer.h:
+            for parameter in block.attn.c_attn.parameters():  # (…, query and key and value)
+                parameter.register_hook(lambda g: torch.cat([0 * g[..., :256], g[..., 256:]], -1))
+    losses = train(
+        model,
+        batches(sequences(32), 2, seed=seed),
+        lm_loss_sum,
+        torch.optim.AdamW(model.parameters(), lr=2e-3),
+        steps=UNSCALED_STEPS,
+        precision=arm.split()[0],
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        progress=False,
+    ).loss
+    rows = []
+    for step in range(UNSCALED_EVERY, len(losses) + 1, UNSCALED_EVERY):
+        mean = sum(losses[step - UNSCALED_EVERY : step]) / UNSCALED_EVERY
+        rows.append({"arm": arm, "seed": seed, "step": step, "loss": round(mean, 4)})
+    return rows
+
+
+def unscaled_text(_: argparse.Namespace) -> str:
+    """Train what the record of FP16 without a scaler holds; return its text."""
+    rows: list[dict[str, object]] = []
+    for seed in tqdm(range(UNSCALED_SEEDS), file=sys.stderr, unit="seed"):
+        for arm in UNSCALED_ARMS:
+            rows += unscaled_rows(arm, seed)
+    facts = facts_of("unscaled", load_corpus().digest)
+    facts["loss"] = f"mean training loss of the last {UNSCALED_EVERY} steps, nats per token"
+    return text_of(facts, pd.DataFrame(rows))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the records that are named."""
     parser = argparse.ArgumentParser(description="Make the records of long runs.")
@@ -242,11 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--to", type=Path, default=REFERENCE_DIR, metavar="FOLDER")
     options = parser.parse_args(arguments)
     for what in options.record:
-        make = stability_text if what == "stability" else partial(convergence_text, what)
+        make = MAKERS.get(what) or partial(convergence_text, what)
         path = options.to / f"{FILES[what]}.csv"
         write_atomically(path, make(options).encode())
         print(f"wrote {path}")
 
+
+MAKERS = {"stability": stability_text, "unscaled": unscaled_text}
 
 if __name__ == "__main__":
     main()
