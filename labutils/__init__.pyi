@@ -73,6 +73,7 @@ from .training.processes import write_worker as write_worker
 from .training.record import compare as compare
 from .training.record import find_runs as find_runs
 from .training.record import read_record as read_record
+from .training.record import readable as readable
 from .training.run import rate_of as rate_of
 from .training.train import evaluate as evaluate
 from .training.train import to_device as to_device

@@ -14,16 +14,16 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_488, 7_660),
-    "tests": (41_632, 6_283),
+    "labutils": (47_301, 7_632),
+    "tests": (41_630, 6_282),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_993, []),
+    "kit": (24_806, []),
     "engine": (11_023, ["prediction"]),
     "desk": (11_472, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_713  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_108  # README, INSTRUCTORS and the package's README
+WORDS = 3_115  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -100,4 +100,4 @@ def test_optional_notebooks_stay_few():
 def test_benchmarks_stay_within_the_budget():
     paths = (REPO / "benchmarks").rglob("*.py")
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in paths)
-    assert lines <= 1_852, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 1_897, f"{lines:,} code lines in benchmarks/"

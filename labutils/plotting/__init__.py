@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.checkpointing import kept_in_block
-from labutils.plotting.formats import bit_layout
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import bands, curves, heat_map, reconcile
 from labutils.plotting.runs import four_panels
@@ -22,7 +21,6 @@ __all__ = [
     "MUTED",
     "PRECISIONS",
     "bands",
-    "bit_layout",
     "block_history",
     "blocks",
     "curves",

@@ -36,7 +36,6 @@ def who(event):
 
 
 DRAWN = {  # a function: its arguments before the axis
-    "bit_layout": (),
     "reconcile": ({"peak": {"guess": None, "ledger": 2.0, "measured": 2.0}}, "gain"),
     "curves": ({"it": {1: 2.0, 4: None}}, "batch", "ms"),
     "bands": ({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "x", "y"),
