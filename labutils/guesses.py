@@ -5,6 +5,7 @@ They live as long as the kernel. Nothing is printed until there is a guess.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -173,7 +174,8 @@ def _shown(made: Guess) -> str:
 def scores() -> pd.DataFrame:
     """Return a table: each guess, the prediction beside it, the result, and how near both came.
 
-    Numbers have four significant digits. A field is empty where there is no number.
+    Numbers have four significant digits, large ones no decimals. A field is empty where there is
+    no number.
     """
     rows = []
     for made in _guesses.values():
@@ -198,4 +200,6 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _cell(value: float | None) -> float | str:
-    return "" if value is None else float(f"{value:.4g}")
+    if value is None:
+        return ""
+    return round(value) if 1e4 <= abs(value) < math.inf else float(f"{value:.4g}")

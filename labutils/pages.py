@@ -37,7 +37,9 @@ from labutils.machine import choose_device, product_name
 from labutils.training.record import RunRecord, find_runs
 
 TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent / "page"), autoescape=True)
-STYLE = (Path(__file__).parent / "page" / "style.css").read_text(encoding="utf-8")
+PAGE = Path(__file__).parent / "page"
+STYLE = (PAGE / "style.css").read_text(encoding="utf-8")
+CONTENTS = f"{{{(PAGE / 'contents.js').read_text(encoding='utf-8')}}}"  # in a scope of its own
 CELL_TIMEOUT_S = 1200
 QUIET = ["--IPKernelApp.log_level=ERROR"]  # the kernel's warnings are not about the course
 PRINTED = re.compile(r"(<pre>)(.*?)(</pre>)", re.S)
@@ -45,6 +47,7 @@ FOR_EVERYBODY = {  # what is empty is no header, and what scrolls is reached by 
     "<th></th>": "<td></td>",
     '<table border="1" class="dataframe">': '<table class="dataframe" tabindex="0">',
     'hl-ipython3"><pre>': 'hl-ipython3"><pre tabindex="0">',
+    "<pre><code": '<pre tabindex="0"><code',
     "<table>": '<table tabindex="0">',
     'checkbox" disabled': 'checkbox" aria-label="to do" disabled',
     "<math display": '<math tabindex="0" display',
@@ -240,6 +243,7 @@ def page(notebook: nbformat.NotebookNode, name: str = "") -> str:
     facts = facts_of(notebook)
     notebook.metadata["title"] = facts["title"]
     resources = {"executed": facts["executed"], "around": list(neighbours(name))}
+    resources["script"] = CONTENTS
     text, _ = _PageExporter().from_notebook_node(notebook, resources)
 
     def printed(found: re.Match) -> str:
@@ -330,7 +334,9 @@ def write_exhibits(folder: Path | None = None) -> Path:
     """Write `exhibits.html`, one page with all exhibits, into a folder, by default runs/."""
     target = (folder or runs_dir()) / "exhibits.html"
     exhibits = {name: getattr(play, name)() for name in play.NAMES}
-    text = TEMPLATES.get_template("exhibits.html.j2").render(exhibits=exhibits, style=STYLE)
+    text = TEMPLATES.get_template("exhibits.html.j2").render(
+        exhibits=exhibits, style=STYLE, script=CONTENTS
+    )
     write_atomically(target, text.encode())
     return target
 

@@ -97,7 +97,7 @@ def _speeds(ax: Axes, devices: Mapping[str, Milliseconds]) -> None:
     ax.set_xticks([1 / 8, 1, 8], ["1/8", "1", "8"])
     ax.margins(x=0.3)
     ax.set_title("Speed")
-    ax.set_xlabel("× the first run's on the same device", loc="left")
+    ax.set_xlabel(f"× {first}'s on the same device", loc="left")
 
 
 def _losses(ax: Axes, runs: Mapping[str, RunRecord]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from selenium.webdriver.support.ui import WebDriverWait
 
 from labutils import pages
 from labutils.training.record import RunRecord
@@ -95,6 +96,19 @@ def test_formulas_takeaways_and_links_are_shown(visit, browser):
     entry = browser.find_element("css selector", "nav li:nth-child(2) a")
     assert entry.text == "A & B"
     assert browser.find_elements("css selector", f'h2[id="{entry.get_attribute("hash")[1:]}"]')
+
+
+def test_the_contents_mark_where_one_reads(site, visit, browser):
+    visit((site / "01-Mixed_Precision.html").read_text(encoding="utf-8"))
+    headings = browser.find_elements("css selector", "main h2")
+    for heading in (headings[6], headings[-1], headings[1]):
+        browser.execute_script("arguments[0].scrollIntoView()", heading)
+        WebDriverWait(browser, 10).until(
+            lambda _, wanted=heading.text: (
+                [a.text for a in browser.find_elements("css selector", "nav [data-current]")]
+                == [wanted]
+            )
+        )
 
 
 def test_the_log_of_runs_is_folded_and_a_figure_has_its_own_words():
