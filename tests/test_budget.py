@@ -14,15 +14,15 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_344, 7_641),
+    "labutils": (47_552, 7_662),
     "tests": (41_699, 6_294),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_810, []),
+    "kit": (24_898, []),
     "engine": (11_023, ["prediction"]),
-    "desk": (11_511, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (11_631, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
-PAGE_LINES = 3_725  # HTML, JavaScript, CSS and templates in labutils/
+PAGE_LINES = 3_746  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_115  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)

@@ -4,8 +4,8 @@ const places = links.map((link) => document.getElementById(link.getAttribute("hr
 function mark() {
   const n = places.filter((place) => place.getBoundingClientRect().top < innerHeight / 3).length;
   links.forEach((link, i) => link.toggleAttribute("data-current", i === n - 1));
-  const current = links[n - 1] ?? links[0];
-  if (current) current.closest("nav").scrollLeft = current.offsetLeft - 40;
+  const nav = document.querySelector(".contents");
+  nav.scrollLeft = n ? links[n - 1].offsetLeft - 120 : 0;
 }
 addEventListener("scroll", mark, { passive: true });
 mark();

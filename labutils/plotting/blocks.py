@@ -50,9 +50,8 @@ def block_history(
         begins, ends, places, sizes = np.array(drawn).T
         look: Look = {"color": color, "edgecolor": "white", "linewidth": 0.15, "align": "edge"}
         ax.bar(begins, sizes / MIB, ends - begins, places / MIB, **look)
-    ax.hlines(
-        [box[2] / MIB for box in segments[1:]], *np.array(segments)[1:, :2].T, colors="white", lw=1
-    )
+    begins, ends, places, _ = np.array(segments)[1:].T
+    ax.hlines(places / MIB, begins, ends, colors="white", lw=1)
     ax.set_xlabel("events of the allocator, in order (not time)", loc="left")
     upright_unit(ax, "place, MiB reserved")
     ax.margins(0)

@@ -84,6 +84,8 @@ def curves(
         x = np.array(list(points), dtype=float)
         y = np.array([np.nan if value is None else value for value in points.values()])
         look = look_of(label, i)
+        if "predicted" in label and len(y) < 6:  # few points are points
+            look |= {"marker": "o", "mfc": "white"}
         ax.plot(x, y, **look, markevery=max(1, len(y) // 12))
         if np.isfinite(y).any():
             last = np.flatnonzero(np.isfinite(y))[-1]

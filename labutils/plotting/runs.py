@@ -37,7 +37,10 @@ def four_panels(
     equal steps on other devices, {device: {name: ms}}; a device whose name says "predicted" is
     drawn as outlines, and pale if it says "published". A run that took no step is left out.
     """
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.2), layout="constrained")
+    figure, axes = plt.subplots(
+        2, 2, figsize=(9, 7), dpi=96, height_ratios=(1.15, 1), layout="constrained"
+    )
+    figure.set_layout_engine("constrained", hspace=0.06)
     (times, speeds), (peaks, losses) = axes
     trained = [record for record in records if record.timing]
     runs = dict(zip(labels(trained), trained, strict=True))
@@ -46,7 +49,7 @@ def four_panels(
     _speeds(speeds, {"measured here": ms_per_token} | dict(elsewhere or {}))
     _losses(losses, runs)
     stacked_memory({n: run.memory.categories for n, run in runs.items() if run.memory}, peaks)
-    peaks.set_title("Peak memory of a step")
+    peaks.set_title("Peak memory of a step", fontsize="medium")
     devices = {record.environment["device"] for record in trained}
     told = f"Filled: measured on {'; '.join(sorted(devices))}"
     told += "".join(
@@ -65,7 +68,7 @@ def _times(ax: Axes, ms: Milliseconds) -> None:
     ax.set_yticks(range(len(ms)), list(ms), color=INK)
     ax.invert_yaxis()
     ax.margins(x=0.14)
-    ax.set_title("Time of a step")
+    ax.set_title("Time of a step", fontsize="medium")
     ax.set_xlabel("ms, median", loc="left")
 
 
@@ -82,7 +85,7 @@ def _speeds(ax: Axes, devices: Mapping[str, Milliseconds]) -> None:
             color, speed = look_of(name, i)["color"], ms[first] / ms[name]
             look: Look = {"color": color, "alpha": 0.5 if "published" in device else 1.0}
             if "predicted" in device:
-                look: Look = {"edgecolor": color} | PREDICTED_BAR
+                look = {"edgecolor": color} | PREDICTED_BAR
             ax.barh(row, speed - 1, 0.75, 1, **look)
             side: Look = {"ha": "left" if speed >= 1 else "right", "va": "center"}
             shift = (5 if speed >= 1 else -5, 0)
@@ -96,7 +99,7 @@ def _speeds(ax: Axes, devices: Mapping[str, Milliseconds]) -> None:
     ax.set_xticks([], minor=True)
     ax.set_xticks([1 / 8, 1, 8], ["1/8", "1", "8"])
     ax.margins(x=0.3)
-    ax.set_title("Speed")
+    ax.set_title("Speed", fontsize="medium")
     ax.set_xlabel(f"× {first}'s on the same device", loc="left")
 
 
@@ -112,6 +115,6 @@ def _losses(ax: Axes, runs: Mapping[str, RunRecord]) -> None:
         if loss:
             ends.append((tokens[-1], loss[-1], name, look["color"]))
     name_lines(ax, ends)
-    ax.set_title("Training loss")
     upright_unit(ax, "nats per token")
+    ax.set_title("Training loss", fontsize="medium")
     ax.set_xlabel("tokens trained on", loc="left")

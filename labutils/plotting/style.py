@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
+from matplotlib.transforms import Bbox, ScaledTranslation
 
 Look = dict[str, Any]  # arguments of a function of matplotlib
 STYLE = Path(__file__).with_name("labutils.mplstyle")
@@ -50,9 +50,10 @@ PRECISIONS = {
     "tf32": ("#8796A5", "D"),
     "fp16": ("#8E44AD", "^"),
     "bf16": ("#0B7A75", "s"),
+    "pure_bf16": ("#5FB0AA", "P"),
 }
 OTHER = "#D5DBE1"  # the sum of what is not named
-COLORS = (INK, "#C05621", "#7B8794", "#4D7C0F", "#BE3F7F")  # of lines that are neither
+COLORS = (INK, "#C05621", "#5F6C79", "#4D7C0F", "#BE3F7F")  # of lines that are neither
 MARKERS = "osDv^PX*"
 PREDICTED_BAR: Look = {"fill": False, "hatch": "////", "linewidth": 1.2}
 PREDICTED_LINE: Look = {"ls": (0, (3, 2)), "marker": ""}
@@ -106,9 +107,10 @@ def new_axis(ax: Axes | None, width: float = 7.5, height: float = 3.2, grid: str
 
 
 def upright_unit(ax: Axes, unit: str) -> None:
-    """Write the unit of y upright above the axis; the style leaves room for it under the title."""
+    """Write the unit of y upright above the axis, and make room for it under a title set later."""
     ax.annotate(unit, (0, 1), (0, 5), "axes fraction", textcoords="offset points", color=MUTED)
     ax.set_ylabel(unit, visible=False)  # for the alternative text
+    ax.set_title = partial(ax.set_title, pad=19)  # type: ignore[method-assign]
 
 
 def name_lines(ax: Axes, ends: Sequence[tuple[float, float, str, object]]) -> None:
@@ -119,31 +121,32 @@ def name_lines(ax: Axes, ends: Sequence[tuple[float, float, str, object]]) -> No
 
     def place(i: int, renderer: RendererBase) -> Bbox:
         right, heights = ax.transData.transform([(x, y) for x, y, *_ in ends]).T
-        order, gap = np.argsort(heights, kind="stable"), renderer.points_to_pixels(13 * n_lines)
+        order, gap = (
+            np.argsort(heights, kind="stable"),
+            float(renderer.points_to_pixels(13 * n_lines)),
+        )
         for _ in range(100):  # what is too near is pushed apart, both by a half
             push = np.clip(gap - np.diff(heights[order]), 0, None) / 2
             heights[order[:-1]] -= push
             heights[order[1:]] += push
+        heights = np.maximum(heights, ax.bbox.y0 + gap / 2)
         return Bbox.from_bounds(right[i], heights[i], 0, 0)
 
     names = [fill(text, 26) for _, _, text, _ in ends]
     n_lines = max((name.count("\n") + 1 for name in names), default=1)
     look: Look = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+    look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.7}
     for i, name in enumerate(names):
         ax.annotate(name, (0, 0), (7, 0), partial(place, i), color=ends[i][3], **look)
 
 
 def key(ax: Axes, names: Sequence[str], colors: Sequence[str], n_columns: int = 4) -> None:
-    """Write a key below the axis, in the order of the names."""
+    """Write a key below the axis, from its left end, in the order of the names."""
     boxes = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors]
-    where: Look = {
-        "loc": "upper left",
-        "bbox_to_anchor": (0, 0),
-        "borderpad": 0,
-        "borderaxespad": 4.5,
-    }
-    shape: Look = {"handlelength": 1.0, "handleheight": 1.0, "ncols": n_columns}
-    ax.legend(boxes, names, frameon=False, **where, **shape)
+    below = ScaledTranslation(0, -40 / 72, ax.figure.dpi_scale_trans)
+    look: Look = {"bbox_to_anchor": (0, 0), "bbox_transform": ax.transAxes + below}
+    look |= {"handlelength": 1.0, "handleheight": 1.0, "ncols": n_columns, "frameon": False}
+    ax.legend(boxes, names, loc="upper left", borderpad=0, borderaxespad=0, **look)
 
 
 def alternative_text(figure: Figure) -> str:
