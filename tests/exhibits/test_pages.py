@@ -24,6 +24,10 @@ for (const folded of document.querySelectorAll("details")) folded.open = true;
 const told = ({ id, nodes }) => [id, nodes.map((node) => node.failureSummary)];
 axe.run(document).then(({ violations }) => done(violations.map(told)));
 """
+PNG = (  # one dot
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
+    "gg=="
+)
 LOG = """predicted: 68.4 MiB
 fp32: on a CPU (when_cpu): model gpt2-nano
 fp32: 100%|██████████| 60/60 [00:03<00:00, 15.00step/s, loss 6.236]
@@ -114,7 +118,7 @@ def test_the_contents_mark_where_one_reads(site, visit, browser):
 def test_the_log_of_runs_is_folded_and_a_figure_has_its_own_words():
     outputs = [nbformat.v4.new_output("stream", text=LOG)]
     told = {"image/png": {"alt": "It is < 3"}}
-    figure = nbformat.v4.new_output("display_data", {"image/png": "AAAA"}, metadata=told)
+    figure = nbformat.v4.new_output("display_data", {"image/png": PNG}, metadata=told)
     cell = nbformat.v4.new_code_cell("lab.guess('x')", outputs=[*outputs, figure])
     first = nbformat.v4.new_markdown_cell("# 01 · A title")
     notebook = nbformat.v4.new_notebook(cells=[first, cell])
@@ -143,7 +147,7 @@ def test_the_first_page_leads_to_runs_findings_and_what_is_not_executed(runs, vi
     made_in = {"notebook": "01-A"}
     RunRecord(id="20261123-000000000000-0000", created="", name="fp32", environment=made_in).save()
     told = {"image/png": {"alt": "It saves 16 %. From left to right: x"}}
-    figure = nbformat.v4.new_output("display_data", {"image/png": "AAAA"}, metadata=told)
+    figure = nbformat.v4.new_output("display_data", {"image/png": PNG}, metadata=told)
     cells = [nbformat.v4.new_markdown_cell("# 01 · A"), nbformat.v4.new_code_cell(outputs=[figure])]
     cells[1].metadata["tags"] = ["cover"]
     notebook = nbformat.v4.new_notebook(cells=cells, metadata={"executed": "Executed here"})
