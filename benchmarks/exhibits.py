@@ -194,7 +194,7 @@ def window(film: list[dict[str, Any]]) -> Made:
     at_once = [part for part in film if part["micro_batch"] != 1]
     lines = {
         "one batch": {m: peak_mib(at_once, m) for m in sizes},
-        "micro-batches of 2": {m: peak_mib(film, 2) for m in sizes},
+        "micro-batches of 2": {2: peak_mib(at_once, 2)} | {m: peak_mib(film, 2) for m in sizes[1:]},
     }
     ends = [line[32] for line in lines.values()]
     return {
@@ -204,7 +204,7 @@ def window(film: list[dict[str, Any]]) -> Made:
         "micro-batches",
         "help": ["Bytes are those of the ledger, of a small GPT-2 on a CPU."],
         "data": {"looks": looks_of(tables.WINDOW)},
-    }, curves(lines, "sequences per optimizer step", "predicted peak, MiB", log2_ticks=sizes)
+    }, curves(lines, "sequences per optimizer step", "predicted peak, MiB")
 
 
 def loss_scale(octaves: list[list[int]], largest: list[float]) -> Made:
