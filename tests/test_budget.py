@@ -14,11 +14,11 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_552, 7_662),
-    "tests": (41_702, 6_298),
+    "labutils": (47_215, 7_617),
+    "tests": (41_662, 6_294),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_898, []),
+    "kit": (24_561, []),
     "engine": (11_023, ["prediction"]),
     "desk": (11_631, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }

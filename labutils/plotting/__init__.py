@@ -9,7 +9,7 @@ from __future__ import annotations
 from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.checkpointing import kept_in_block
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
-from labutils.plotting.numbers import bands, curves, heat_map, reconcile
+from labutils.plotting.numbers import bands, curves, heat_map
 from labutils.plotting.runs import four_panels
 from labutils.plotting.style import CATEGORIES, COLORS, INK, MARKERS, MUTED, PRECISIONS
 
@@ -27,7 +27,6 @@ __all__ = [
     "four_panels",
     "heat_map",
     "kept_in_block",
-    "reconcile",
     "snapshot",
     "stacked_memory",
     "timeline",

@@ -1,4 +1,4 @@
-"""Numbers of any kind: values on a log axis, curves, bands, and a table in colours."""
+"""Numbers of any kind: curves, bands, and a table in colours."""
 
 from __future__ import annotations
 
@@ -6,65 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from labutils.plotting.style import (
-    COLORS,
     INK,
-    MARKERS,
-    MUTED,
-    Look,
     look_of,
     name_lines,
     new_axis,
     upright_unit,
 )
-
-
-def reconcile(
-    rows: Mapping[str, Mapping[str, float | None]],
-    what: str,
-    ax: Axes | None = None,
-    unit: str = "×",
-) -> Axes:
-    """Draw {row: {guess, prediction, measurement, …: value}} as points on a log axis.
-
-    Each kind has a line of its own in a row, so that equal values stay readable. The value 1 is
-    marked. None is left out.
-    """
-    kinds = list(dict.fromkeys(kind for values in rows.values() for kind in values))
-    ax = new_axis(ax, height=(0.2 * len(kinds) + 0.2) * len(rows) + 1.2, grid="x")
-    for i, kind in enumerate(kinds):
-        shift = 0.8 * ((i + 0.5) / len(kinds) - 0.5)
-        xs, ys = [], []
-        for y, values in enumerate(rows.values()):
-            if values.get(kind) is not None:
-                xs.append(float(values[kind]))
-                ys.append(y + shift)
-        for x, y in zip(xs, ys, strict=True):
-            text = f"{x:,.0f}{unit}" if x >= 1000 else f"{x:.3g}{unit}"
-            behind = {
-                "facecolor": "white",
-                "edgecolor": "none",
-                "pad": 0.5,
-            }  # hides the line at 1
-            ax.annotate(text, (x, y), xytext=(10, -4), textcoords="offset points", bbox=behind)
-        if xs:
-            hollow: Look = {"mfc": "white", "mew": 1.6} if "predicted" in kind else {}
-            look: Look = {"color": COLORS[i % len(COLORS)], "ms": 8, "label": kind}
-            ax.plot(xs, ys, MARKERS[i % len(MARKERS)], **look, **hollow)
-    ax.axvline(1, color=MUTED, lw=0.8, ls=":")
-    ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1,), numticks=5))  # the labels are wide
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.set_yticks(range(len(rows)), list(rows), color=INK)
-    ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.margins(x=0.25)
-    ax.set_xlabel(f"{what} (log scale)", loc="left")
-    if kinds and rows:
-        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return ax
 
 
 def curves(
