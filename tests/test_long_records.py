@@ -37,8 +37,8 @@ def test_arms_differ_in_batch_and_rate_and_see_the_same_tokens():
     assert_only_these_differ(list(configs.values()), *differs)
     recorded = lab.read_record("convergence").groupby("arm").first()
     for arm, config in configs.items():
-        steps = config.steps, config.lr_warmup_steps
-        assert [n * config.tokens_per_step for n in steps] == [4096, 2048]
+        assert config.steps * config.tokens_per_step == 4096
+        assert config.lr_warmup_steps * config.tokens_per_step == 2048
         kappa = recorded.sequences[arm] / 8
         assert config.tokens_per_step == 32 * 8 * kappa
         rate = 1e-3 if arm == "batch_32_same_rate" else 1e-3 * kappa**0.5
@@ -48,9 +48,8 @@ def test_arms_differ_in_batch_and_rate_and_see_the_same_tokens():
 
 def test_notebook_02_trains_runs_of_the_record():
     cell = code_of("02-Gradient_Accumulation.ipynb")["arms-of-learning"]
-    names = {}
-    exec(cell.partition("def ")[0], names)
-    assert names["RUNS"].items() <= records.ARMS.items()
+    exec(cell.partition("def ")[0], names := {})
+    assert {*names["ARMS"].values()} <= {*records.ARMS.values()}
 
 
 def test_a_run_evaluates_all_held_out_text_and_begins_as_a_longer_one(runs):
