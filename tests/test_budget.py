@@ -15,7 +15,7 @@ from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (47_215, 7_617),
-    "tests": (41_662, 6_294),
+    "tests": (41_673, 6_295),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_561, []),

@@ -67,7 +67,7 @@ def break_one(judge: str, epoch: Callable) -> Problem:
     verdicts = judge_epoch(epoch)
     failed = {name: problem for name, problem in verdicts.items() if problem}
     if not failed:
-        return "no judge finds anything wrong: this loop is still right."
+        return "all five judges pass: none of them sees a difference to the right loop."
     others = "; ".join(f"{name}: {why}" for name, why in failed.items() if name != judge)
     if judge not in verdicts:
         return f"{judge} could not be judged. {others}"

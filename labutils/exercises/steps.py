@@ -66,8 +66,11 @@ class Toy:
 
 
 def make_batches(*sizes: int) -> Window:
-    """Return micro-batches of random rows, the same each time."""
-    torch.manual_seed(1)
+    """Return micro-batches of random rows, the same each time.
+
+    By its seed a window without any one of them has a gradient that is off by a quarter or more.
+    """
+    torch.manual_seed(29)
     return [(torch.randn(n_rows, 4), torch.randn(n_rows, 1)) for n_rows in sizes]
 
 

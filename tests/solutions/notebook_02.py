@@ -125,6 +125,7 @@ SOLUTIONS = {
             "with its own mean": [(SUM, ")"), (SCALE, "    " + ZERO + SCALE)],
             "more than once": [each_time(UNSCALE, UPDATE)],
             "it raised RuntimeError": [each_time(UNSCALE)],
+            "clipped as a whole: 1.1": [(SCALE, "        if len(y) > 1:\n    " + SCALE)],
             "stepped 4 times": [each_time(UNSCALE, CLIP, STEP, UPDATE, ZERO), (OUTER, "")],
             "clipped after every": [
                 each_time(CLIP.replace("max_grad_norm)", "256 * max_grad_norm)"))
@@ -136,9 +137,10 @@ SOLUTIONS = {
         right=[
             ALONE["unequal lengths"],
             epoch(("sum(len(y) for _, y in window)", "len(window[0][1]) * len(window)")),
+            epoch((BACKWARD, "            len(y) == 1 or loss.backward()\n")),
         ],
         wrong={
-            "still right": accumulation_epoch,
+            "all five judges pass": accumulation_epoch,
             "as if it were full": epoch((SUM, ") / grad_accum_steps")),
             "not alone. equal lengths": epoch((SUM, ', reduction="sum")')),
             "last, shorter": epoch((STREAM, "iter(batches[:6])")),
