@@ -3,7 +3,7 @@
 # make test-all:  what the gate leaves out and 35 minutes have room for. make test-slow: the rest.
 # make mutants:   200 small faults, one at a time: which does no test notice? 90 minutes.
 # make types:     mypy; its errors may become fewer, and never more.
-# make readme:    what the README's figure takes from cards, and the figure out of notebook 01.
+# make readme:    the README's pictures: out of notebook 01, with what it takes from cards, and a block.
 # make site:      pages of all notebooks as they are committed, and the exhibits, into site/.
 # make bench:     several ways to train the same tokens, in turns.
 # make records:   the CSVs of long runs in labutils/reference/, on any machine; hours.
@@ -75,6 +75,7 @@ mutants: $(VENV)/installed
 
 readme: $(VENV)/installed
 	$(BIN)/python -m benchmarks.readme_figure
+	$(BIN)/python -m benchmarks.block_picture
 
 site: $(VENV)/installed
 	$(BIN)/python -c "from pathlib import Path; from labutils import pages; print(pages.write_site(Path('site')))"

@@ -233,7 +233,8 @@ class _PageExporter(HTMLExporter):
     @pass_context
     def markdown2html(self, context: Any, source: str) -> str:
         attachments = context.get("cell", {}).get("attachments", {})
-        return MarkdownWithMath(_Renderer(escape=False, attachments=attachments)).render(source)
+        pictures = {"attachments": attachments, "embed_images": True, "path": str(REPO_DIR)}
+        return MarkdownWithMath(_Renderer(escape=False, **pictures)).render(source)
 
 
 def page(notebook: nbformat.NotebookNode, name: str = "") -> str:

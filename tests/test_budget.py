@@ -14,16 +14,16 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_215, 7_617),
-    "tests": (41_673, 6_295),
+    "labutils": (46_758, 7_617),
+    "tests": (41_709, 6_301),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_561, []),
+    "kit": (24_093, []),
     "engine": (11_023, ["prediction"]),
-    "desk": (11_631, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (11_642, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_746  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_115  # README, INSTRUCTORS and the package's README
+WORDS = 3_149  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -100,4 +100,4 @@ def test_optional_notebooks_stay_few():
 def test_benchmarks_stay_within_the_budget():
     paths = (REPO / "benchmarks").rglob("*.py")
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in paths)
-    assert lines <= 1_897, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 1_978, f"{lines:,} code lines in benchmarks/"

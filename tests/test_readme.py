@@ -2,8 +2,18 @@
 
 import re
 
+from benchmarks import block_picture
 from benchmarks.readme_figure import NOTEBOOK, TARGET, figure_of
-from tests.helpers import REPO, read_notebook
+from tests.helpers import REPO, code_of, read_notebook
+
+
+def test_the_block_has_the_squares_that_notebook_03_counts():
+    assert block_picture.TARGET.read_text(encoding="utf-8") == block_picture.picture(), (
+        "make readme"
+    )
+    exec(code_of("03-Gradient_Checkpointing.ipynb")["c006"], names := {})
+    squares = [n for tensors in block_picture.HALVES for _, n, _ in tensors]
+    assert squares == list(names["KEPT"].values())
 
 
 def test_the_figure_is_the_notebooks_own_and_the_caption_names_its_machine():

@@ -155,7 +155,7 @@ def own_checkpoint(answer: Callable) -> Problem:
     if any(map(wrong_gradient, in_float32, right_in_float32, (1e-4, 1e-4))):
         return (
             "the second run computed in another precision than the first, which ran once under "
-            "autocast and once without. What does `as_now` note besides the generators?"
+            "autocast and once without. What does `ByHand` note besides the generators?"
         )
     if trial.net.is_gradient_spare:
         return (

@@ -7,7 +7,6 @@ all figures one look, a bare `plt.plot` too.
 from __future__ import annotations
 
 from labutils.plotting.blocks import block_history, blocks
-from labutils.plotting.checkpointing import kept_in_block
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import bands, curves, heat_map
 from labutils.plotting.runs import four_panels
@@ -26,7 +25,6 @@ __all__ = [
     "curves",
     "four_panels",
     "heat_map",
-    "kept_in_block",
     "snapshot",
     "stacked_memory",
     "timeline",

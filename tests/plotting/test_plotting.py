@@ -27,7 +27,6 @@ TRACE = [
         ("free_completed", 7, 5),  # from before the recording
     )
 ]
-KEPT = dict.fromkeys("abcdef", 1) | {"input of GELU": 4, "output of GELU": 4}
 SEGMENTS = {"before": [[(MIB, True), (MIB, False)]], "after": [[(2 * MIB, False)]]}
 
 
@@ -40,7 +39,6 @@ DRAWN = {  # a function: its arguments before the axis
     "bands": ({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "x", "y"),
     "heat_map": (np.array([[1.0, np.nan]]), "a", "bc"),
     "stacked_memory": ({"fp32": {"parameters": MIB, "gradients": 0, "optimizer state": 2 * MIB}},),
-    "kept_in_block": (KEPT,),
     "blocks": (SEGMENTS,),
     "block_history": (TRACE, who),
 }
