@@ -28,7 +28,7 @@ from labutils.exercises.quiz import (
     largest_batch,
     leak,
     nvidia_smi,
-    products_in_backward,
+    products_outside_backward,
     scaler_log,
     self_test,
     swiglu_kept,

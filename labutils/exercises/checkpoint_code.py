@@ -16,12 +16,13 @@ from labutils.exercises.core import Problem, exercise
 from labutils.memory.tensors import saved_for_backward
 
 EXACT = 1e-9  # relative; most trials count in float64, which autocast leaves alone
-# dropout, dtype, and whether autocast is on
+# dropout, dtype, autocast's dtype or None for none, and where
 TRIALS = (
-    (0.0, torch.float64, True),
-    (0.5, torch.float64, True),
-    (0.0, torch.float32, True),
-    (0.0, torch.float32, False),
+    (0.0, torch.float64, torch.bfloat16, "cpu"),
+    (0.5, torch.float64, torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu"),
+    (0.0, torch.float32, torch.bfloat16, "cpu"),
+    (0.0, torch.float32, torch.float16, "cpu"),
+    (0.0, torch.float32, None, "cpu"),
 )
 TORCH_OWN = "CheckpointFunction"  # the name of the Function inside torch's older implementation
 MISTAKES = {  # words of an error that torch raises, and what they mean here
@@ -52,33 +53,36 @@ class Trial:
 
 
 def run(
-    make_net: Callable[[], nn.Module], forward: Callable[[Any], torch.Tensor], is_cast: bool = True
+    make_net: Callable[[], nn.Module],
+    forward: Callable[[Any], torch.Tensor],
+    cast: torch.dtype | None = torch.bfloat16,
+    device: str = "cpu",
 ) -> Trial:
     """Run `forward(net)` under autocast, and backward, on a new network, the same one each time.
 
     Between the two passes and after them random numbers are drawn, as other layers would.
     """
     torch.manual_seed(0)
-    net, runs = make_net(), Counter()
+    net, runs = make_net().to(device), Counter()
     for name, layer in net.named_modules():
         # before it runs: a second run may stop inside
         layer.register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
     with saved_for_backward(net) as kept:
-        with torch.autocast("cpu", torch.bfloat16, is_cast):
+        with torch.autocast(device, cast or torch.bfloat16, cast is not None):
             output = forward(net)
         for value in tree_leaves(getattr(output.grad_fn, "__dict__", {})):  # of `ctx`
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 value.detach().requires_grad_().sin()  # keeps its input, so this is counted
-    torch.rand(3)
+    torch.rand(3, device=device)
     output.square().sum().backward()
-    return Trial(net, output, runs, kept.total(), torch.rand(3))
+    return Trial(net, output, runs, kept.total(), torch.rand(3, device=device))
 
 
 def wrong_gradient(trial: Trial, right: Trial, tolerance: float = EXACT) -> Problem:
     for name, parameter in right.net.named_parameters():
         gradient = trial.net.get_parameter(name).grad
         if gradient is None:
-            return f"{name} gets no gradient, and nothing says so."
+            return f"{name} gets no gradient, and no error says so."
         error = ((gradient - parameter.grad).norm() / parameter.grad.norm()).item()
         if error > tolerance:
             return f"the gradient of {name} is wrong: relative error {error:.2g}."
@@ -95,7 +99,7 @@ class Segment(nn.Module):
         super().__init__()
         self.first_input = nn.Parameter(torch.randn(8, 4))
         self.second_input = nn.Parameter(torch.randn(8, 4))
-        self.mask = torch.rand(8, 4) > 0.25
+        self.register_buffer("mask", torch.rand(8, 4) > 0.25)
         self.register_buffer("offset", torch.randn(8, 4))  # needs no gradient
         self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(dropout)
 
@@ -105,12 +109,15 @@ class Segment(nn.Module):
         return torch.where(mask, hidden, 0.0).exp()
 
 
-def run_segment(apply: Callable, dropout: float, dtype: torch.dtype, is_cast: bool) -> Trial:
+def run_segment(
+    apply: Callable, dropout: float, dtype: torch.dtype, cast: torch.dtype | None, device: str
+) -> Trial:
     """Run `apply(fn, x, y, mask, offset)`: x is no leaf, y is one, and mask is boolean."""
     return run(
         lambda: Segment(dropout).to(dtype),
         lambda net: apply(net, 3 * net.first_input, net.second_input, net.mask, net.offset),
-        is_cast,
+        cast,
+        device,
     )
 
 
@@ -152,10 +159,10 @@ def own_checkpoint(answer: Callable) -> Problem:
             "to a checkpoint beside the input?"
         )
     # right ones are 0 off, as torch's checkpoint is; a second run without autocast by 1.7e-3
-    if any(map(wrong_gradient, in_float32, right_in_float32, (1e-4, 1e-4))):
+    if any(map(wrong_gradient, in_float32, right_in_float32, (1e-4, 1e-4, 1e-4))):
         return (
-            "the second run computed in another precision than the first, which ran once under "
-            "autocast and once without. What does `ByHand` note besides the generators?"
+            "the second run computed in another precision than the first, which ran under "
+            "autocast to BF16, to FP16, and without. What does `ByHand` note besides the generators?"
         )
     if trial.net.is_gradient_spare:
         return (
@@ -220,4 +227,8 @@ def mended_forward(answer: Callable) -> Problem:
             "BatchNorm's running mean and variance once. Its counter says "
             f"{trial.net.norm.num_batches_tracked}."
         )
-    return f"right, but no longer checkpointed: {', '.join(missing)}." if missing else None
+    if missing:
+        return f"right, but no longer checkpointed: {', '.join(missing)}."
+    if trial.kept_bytes >= right.kept_bytes:
+        return "right, and all parts run twice, but as much is kept as without checkpoints."
+    return None

@@ -72,7 +72,7 @@ def peak_of_batch(n: float) -> str:
 find_bug = choice("find_bug")
 accumulation_request = choice("accumulation_request")
 leak = choice("leak")
-products_in_backward = choice("products_in_backward")
+products_outside_backward = choice("products_outside_backward")
 useful_del = choice("useful_del")
 scaler_log = choice("scaler_log")
 control_runs = choice("control_runs")

@@ -55,6 +55,14 @@ def residual(block, hidden, decay):
     return hidden + decay * block(hidden)
 
 
+def run_twice(net, x):
+    with torch.no_grad():
+        hidden = net.stem(x)
+        for part in (*net.blocks, net.mix):
+            part(hidden)
+    return net.plain(x)
+
+
 def mended_forward(net, x):
     hidden, decay = checkpoint(net.stem, x, use_reentrant=False), torch.ones(1)
     for block in net.blocks:
@@ -107,7 +115,7 @@ SOLUTIONS = {
                 (FORWARD, "ctx.spare = [inputs[0].exp()]; return fn(*inputs)")
             ),
             "computed in another precision": applied(NO_AUTOCAST),
-            "once under autocast and once without": applied(
+            "to BF16, to FP16, and without": applied(
                 ("ctx.autocast:", 'torch.autocast("cpu", torch.bfloat16):')
             ),
             "One of them needs none": applied(
@@ -123,7 +131,10 @@ SOLUTIONS = {
             mended_forward,
             broken(mended_forward, (f"    return net.head({MIX})", NORM_PAUSED)),
         ],
-        wrong={"stem, blocks.0, blocks.1, blocks.2, mix": lambda net, x: net.plain(x)},
+        wrong={
+            "stem, blocks.0, blocks.1, blocks.2, mix": lambda net, x: net.plain(x),
+            "as much is kept": run_twice,
+        },
         broken={
             "Who switched autograd off": [(STEM, STEM.replace("False", "True"))],
             "gradient of blocks.0.0.weight is wrong": [(BLOCK, CAPTURED)],

@@ -213,7 +213,7 @@ def test_the_right_letters_are_those_of_the_runs_and_logs_that_the_notebook_show
 def test_the_right_reading_is_that_of_the_recording():
     """As the notebook's cells tell who asked."""
     cells, names = code_of(notebook_04.NOTEBOOK), {"MIB": 2**20}
-    exec(cells["s3-unpickle"] + "\n" + cells["s3-figure"].split("ax =")[0], names)
+    exec(cells["s3-unpickle"] + "\n" + cells["s3-figure"].split("def draw")[0], names)
     boxes, segments = layout(names["history"], names["asked_by"])
     begin = min(begin for begin, *_ in boxes["backward"] if begin > boxes["optimizer"][0][0])
     allocated = lab.snapshot.load(names["recorded"]).alive_bytes
