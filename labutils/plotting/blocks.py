@@ -46,12 +46,13 @@ def block_history(
     ax = new_axis(ax, height=4.6, grid="")
     names = ["reserved and free", *boxes]
     colors = [color_of("holes"), *(color_of(who, i) for i, who in enumerate(boxes))]
+    line_width = min(1, 20 / len(segments))  # many lines would hide what they divide
     for drawn, color in zip((segments, *boxes.values()), colors, strict=True):
         begins, ends, places, sizes = np.array(drawn).T
-        look: Look = {"color": color, "edgecolor": "white", "linewidth": 0.15, "align": "edge"}
+        look: Look = {"color": color, "edgecolor": "white", "linewidth": 0.15 * line_width, "align": "edge"}
         ax.bar(begins, sizes / MIB, ends - begins, places / MIB, **look)
     begins, ends, places, _ = np.array(segments)[1:].T
-    ax.hlines(places / MIB, begins, ends, colors="white", lw=1)
+    ax.hlines(places / MIB, begins, ends, colors="white", lw=line_width)
     ax.set_xlabel("events of the allocator, in order (not time)", loc="left")
     upright_unit(ax, "place, MiB reserved")
     ax.margins(0)
