@@ -14,13 +14,13 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (46_814, 7_617),
-    "tests": (41_743, 6_310),
+    "labutils": (46_849, 7_617),
+    "tests": (41_769, 6_318),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_093, []),
+    "kit": (24_122, []),
     "engine": (11_023, ["prediction"]),
-    "desk": (11_698, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (11_704, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_746  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_149  # README, INSTRUCTORS and the package's README

@@ -162,7 +162,8 @@ def own_checkpoint(answer: Callable) -> Problem:
     if any(map(wrong_gradient, in_float32, right_in_float32, (1e-4, 1e-4, 1e-4))):
         return (
             "the second run computed in another precision than the first, which ran under "
-            "autocast to BF16, to FP16, and without. What does `ByHand` note besides the generators?"
+            "autocast to BF16, to FP16, and without. What does `ByHand` note besides the "
+            "generators?"
         )
     if trial.net.is_gradient_spare:
         return (

@@ -84,7 +84,7 @@ def repair(training: Training) -> Problem:
         return problem
     if len(floors) != N_STEPS:
         return f"the optimizer stepped {len(floors)} times; there are {N_STEPS} batches."
-    losses, curve, _ = result
+    losses, curve, largest = result
     tracemalloc.start()  # in a second run: the recorder itself takes Python's memory
     try:
         in_python = try_training(training, lambda: tracemalloc.get_traced_memory()[0])[1]
@@ -111,10 +111,10 @@ def repair(training: Training) -> Problem:
             "graph; the tensor itself stays. `del` removes a name, and garbage collection frees "
             "what nobody holds: a list holds these."
         )
-    if getattr(losses[-1], "grad_fn", None):
+    if getattr(losses[-1], "grad_fn", None) or getattr(largest, "grad_fn", None):
         return (
-            "the floor is flat: backward has freed what the graphs kept. But each loss that you "
-            "return still holds its graph. Keep numbers."
+            "the floor is flat: backward has freed what the graphs kept. But what you return still "
+            "holds its graph: each loss, or the largest output. Keep numbers."
         )
     if first_layer._forward_hooks:
         return (

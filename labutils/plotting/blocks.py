@@ -49,7 +49,12 @@ def block_history(
     line_width = min(1, 20 / len(segments))  # many lines would hide what they divide
     for drawn, color in zip((segments, *boxes.values()), colors, strict=True):
         begins, ends, places, sizes = np.array(drawn).T
-        look: Look = {"color": color, "edgecolor": "white", "linewidth": 0.15 * line_width, "align": "edge"}
+        look: Look = {
+            "color": color,
+            "edgecolor": "white",
+            "linewidth": 0.15 * line_width,
+            "align": "edge",
+        }
         ax.bar(begins, sizes / MIB, ends - begins, places / MIB, **look)
     begins, ends, places, _ = np.array(segments)[1:].T
     ax.hlines(places / MIB, begins, ends, colors="white", lw=line_width)
@@ -67,7 +72,7 @@ def layout(
 
     Segments are stacked in the order of
     their birth, so that a place is a number of reserved bytes. A segment that goes back to the
-    driver, and a block from before the recording, are left out.
+    driver is drawn to the end. Blocks in segments from before the recording are left out.
     """
     segments: dict[int, Box] = {}  # by address
     living: dict[int, Box] = {}  # by address
@@ -79,7 +84,9 @@ def layout(
             segments[address] = [i, len(trace), reserved, n_bytes]
             reserved += n_bytes
         elif event["action"] == "alloc":
-            segment = max(start for start in segments if start <= address)
+            segment = max((start for start in segments if start <= address), default=None)
+            if segment is None or address >= segment + segments[segment][3]:
+                continue  # in a segment from before the recording
             place = segments[segment][2] + address - segment
             living[address] = [i, len(trace), place, n_bytes]
             boxes[asked_by(event)].append(living[address])

@@ -25,6 +25,8 @@ TRACE = [
         ("free_requested", 1000, 5),
         ("free_completed", 1000, 5),
         ("free_completed", 7, 5),  # from before the recording
+        ("alloc", 7, 5),  # the same, in a segment below those recorded, and between them
+        ("alloc", 500, 5),
     )
 ]
 SEGMENTS = {"before": [[(MIB, True), (MIB, False)]], "after": [[(2 * MIB, False)]]}
@@ -116,8 +118,8 @@ def test_timeline_shows_every_phase_and_marks_the_peak():
 
 def test_a_block_lies_in_its_segment_from_its_allocation_to_its_end():
     boxes, segments = layout(TRACE, who)
-    assert segments == [[0, 7, 0, 20], [2, 7, 20, 10]]
-    assert boxes == {"5 bytes": [[1, 5, 0, 5]], "4 bytes": [[3, 7, 23, 4]]}
+    assert segments == [[0, 9, 0, 20], [2, 9, 20, 10]]
+    assert boxes == {"5 bytes": [[1, 5, 0, 5]], "4 bytes": [[3, 9, 23, 4]]}
 
 
 def test_names_at_the_ends_of_lines_do_not_cover_each_other():
