@@ -77,8 +77,7 @@ def number() -> Made:
     ax.set_yscale("log")
     return {
         "title": "A number under the microscope",
-        "say": "Type a value, drag its size, or flip a bit: see what each format stores, and the "
-        "error.",
+        "say": "Type a value, or flip a bit: what does each format make of it?",
         "finding": f"Each mantissa bit halves the error: with 7 bits 0.1 is {errors[7]:.2%} off",
         "start": {"value": 0.1, "number_format": "BF16"},
         "choices": {"number_format": [fmt.name for fmt in NUMBER_FORMATS]},
@@ -114,8 +113,7 @@ def segments() -> Made:
     axes = "equal segments of 24 layers", "peak, in inputs of a layer"
     return {
         "title": "Segments between checkpoints",
-        "say": "Cut the layers into segments: see what is kept, what is computed again, and the "
-        "peak.",
+        "say": "Cut the layers into segments. Which cuts have the smallest peak?",
         "finding": "The more a layer keeps, the more segments are best: 4 or 6 at 1 × its input, "
         "24 at 16 ×",
         "start": {"n_layer": 24, "ratio": 16.0},
@@ -158,7 +156,7 @@ def allocator() -> Made:
     ends = [f"{line[len(STORY) - 1]:g} MiB with {kind}" for kind, line in lines.items()]
     return {
         "title": "The caching allocator",
-        "say": "Request and free tensors: see holes, reserved memory, and when memory runs out.",
+        "say": "Why did 20 MiB not fit into 55 free ones? Free tensors, and request again.",
         "finding": "empty_cache() gives back nothing: a tensor lives in each segment. In the end "
         f"{ends[0]} are reserved, {ends[1]}",
         "help": ["Its rules are those of `lab.allocator.CachingAllocator`."],
@@ -172,8 +170,7 @@ def step(runs: dict[str, dict]) -> Made:
     peak, in_16_bits = (max(line.values()) for line in lines.values())
     return {
         "title": "One training step, moment by moment",
-        "say": "Drag through a training step. See which tensors are alive, in which dtype, and "
-        "why.",
+        "say": "Press play. What is alive at the peak, in which dtype, and why?",
         "finding": f"A step in fp16 has at most {in_16_bits:.1f} MiB in 16 bits, and {peak:.1f} "
         "in all",
         "start": {"precision": "fp16"},
@@ -199,7 +196,7 @@ def window(film: list[dict[str, Any]]) -> Made:
     ends = [line[32] for line in lines.values()]
     return {
         "title": "A window of micro-batches",
-        "say": "Scrub through one optimizer step: activations come and go, gradients stay.",
+        "say": "Press play. Which bytes come and go, and which stay?",
         "finding": f"32 sequences take {ends[0]:.0f} MiB in one batch, {ends[1]:.0f} MiB in 16 "
         "micro-batches",
         "help": ["Bytes are those of the ledger, of a small GPT-2 on a CPU."],
@@ -216,7 +213,7 @@ def loss_scale(octaves: list[list[int]], largest: list[float]) -> Made:
     limit = max(power for power, shares in enumerate(fates) if not shares["inf"])
     return {
         "title": "A loss scale, and the scaler that chooses it",
-        "say": "Drag the scale over real gradients. Then let the scaler walk, one step a click.",
+        "say": "Drag the scale. At which one are the fewest gradients 0, and none inf?",
         "finding": f"Without a scale FP16 stores 0 for {100 * fates[0]['zero']:.0f} % of these "
         f"gradients; at 2^{limit}, the last scale without inf, for {100 * fates[limit]['zero']:.1f} %",
         "help": [
@@ -237,8 +234,7 @@ def allreduce(gradients: str) -> Made:
     lost = {k: 100 * tables.fp16_fate(values, 2.0**k / 64)["zero"] for k in powers}
     return {
         "title": "The exchange of gradients",
-        "say": "Choose workers, a model, a format, a link. See the bytes, the least time, the "
-        "rounding.",
+        "say": "Add workers: how does the error of their mean gradient grow in 16 bits?",
         "finding": f"64 workers send {lost[0]:.1f} % of these gradients as 0 in FP16, and "
         f"{lost[-10]:.0f} % if they are 1024 times smaller",
         "data": {
@@ -250,20 +246,20 @@ def allreduce(gradients: str) -> Made:
 
 def amdahl(cards: list[dict[str, Any]]) -> Made:
     lines = {
-        "products": {card["product"]: card["product"] for card in cards},
+        "matmuls": {card["product"]: card["product"] for card in cards},
         "the whole step": {card["product"]: card["step"] for card in cards},
     }
-    finding = "{card}: products {product:.1f} × as fast, the step {step:.1f} ×"
+    finding = "{card}: matmuls {product:.1f} × as fast, the step {step:.1f} ×"
     return {
-        "title": "Faster products, and the whole step",
-        "say": "Choose the share of matrix products and their speed. See what it does to the step.",
+        "title": "Faster matmuls, and the whole step",
+        "say": "Make the matmuls faster. Where does the step stop getting faster?",
         "finding": finding.format(**cards[-1]),
         "start": {"share": None, "speedup": None},
         "help": [
-            "Your own point: the share of products in a step, 0 to 1, and the speed-up of a product."
+            "Your own point: the share of matmuls in a step, 0 to 1, and the speed-up of a matmul."
         ],
         "data": {},
-    }, curves(lines, "cards, by the speed of their products in 16 bits, ×", "speed-up, ×")
+    }, curves(lines, "cards, by the speed of their matmuls in 16 bits, ×", "speed-up, ×")
 
 
 # ---- Seeds
@@ -294,8 +290,7 @@ def seeds() -> Made:
     lines = {"pure BF16": dict(above), "BF16 autocast": dict(losses.bf16 - losses.fp32)}
     return {
         "title": "One run says little: precisions over seeds",
-        "say": "Choose two precisions, and how many seeds you have. See whether their losses "
-        "differ.",
+        "say": "Choose two precisions. With how few seeds can you still tell them apart?",
         "finding": f"Pure BF16 falls {above.iloc[-1]:.3f} behind FP32 and further with each step; "
         "BF16 autocast does not",
         "help": ["The runs are those of the record `stability`."],
@@ -321,7 +316,7 @@ def plan(phases: dict[str, dict], update: dict[str, dict]) -> Made:
     named = tables.experiment(begin | {"name": "plan", "note": "from the exhibit plan"})
     config = []
     for key, value in named.model_dump().items():
-        config.append([key, yaml.safe_dump({key: value}, sort_keys=False).rstrip()])
+        config.append(yaml.safe_dump({key: value}, sort_keys=False).rstrip())
     lines = {}
     milliseconds = phases[tables.key_of(begin, tables.SHAPE)]["ms"]
     for card, row in zip(tables.TIMED, milliseconds, strict=True):
@@ -332,7 +327,7 @@ def plan(phases: dict[str, dict], update: dict[str, dict]) -> Made:
     ax.set_yscale("log")
     return {
         "title": "Plan a training step",
-        "say": "Choose a model and its switches, then drag the micro-batch: which cards hold it?",
+        "say": "Does your plan fit your card? Choose a model, then drag the micro-batch.",
         "finding": f"{begin['model']} in {begin['precision']}, {begin['seq_len']} tokens: on an "
         f"{tables.TIMED[-1]} one sequence takes {fastest[1]:.0f} ms, and one of {points[-1]} "
         f"together {fastest[points[-1]] / points[-1]:.1f} ms",
@@ -393,7 +388,7 @@ def picture(ax: Axes, title: str) -> str:
     """Return a figure under its title as a data URI, and close it."""
     ax.set_title(textwrap.fill(title, 72))
     file = io.BytesIO()
-    ax.figure.savefig(file, format="webp", dpi=80, pil_kwargs={"quality": 40})
+    ax.figure.savefig(file, format="webp", dpi=72, pil_kwargs={"quality": 35})
     plt.close(ax.figure)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 

@@ -3,7 +3,7 @@
 import {
   button,
   chart,
-  details,
+  layout,
   make,
   MIB,
   paragraph,
@@ -503,7 +503,7 @@ export function mount(root, data) {
     reset();
     show();
   };
-  root.append(
+  const controls = [
     paragraph(
       "Request ",
       ...sizes,
@@ -522,21 +522,30 @@ export function mount(root, data) {
       storyButton,
     ),
     paragraph(limit.element, expandable.element),
-    sentence,
-    kinds.element,
-    next,
-    paragraph(
-      "Blue: a tensor; press it to free it. Hatched: a hole, reserved and free. A full line is " +
-        "20 MiB, in the small pool 2 MiB.",
-    ),
-    maps,
-    picture.svg,
-    details("all events as a table", rows.element),
-    paragraph(
-      "The page follows the rules of PyTorch's allocator with numbers alone. Another card or " +
-        "another kind of segment replays all events from the first one.",
-    ),
-  );
-  show();
+  ];
+  layout(root, data.say, {
+    controls,
+    picture: [
+      sentence,
+      maps,
+      paragraph("Blue: a tensor; press it to free it. Hatched: a hole, reserved and free."),
+    ],
+    numbers: [kinds.element, next, picture.svg],
+    folded: [
+      [
+        "Why?",
+        "The free pieces lie in five segments, none has more than 3 MiB, and a piece grows only by " +
+          "a free neighbour in its own segment. Free two neighbours of a hole, and look.",
+      ],
+      ["All events as a table", rows.element],
+      [
+        "How we know",
+        "The page follows the rules of PyTorch's allocator with numbers alone. A full line is " +
+          "20 MiB, in the small pool 2 MiB. Another card or another kind of segment replays all " +
+          "events from the first one.",
+      ],
+    ],
+  });
+  for (let i = 0; i < 3; i += 1) tell(); // there holes of 55 MiB have no room for 20
   return () => sentence.textContent;
 }

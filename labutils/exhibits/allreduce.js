@@ -3,8 +3,8 @@ import {
   chart,
   choice,
   completed,
-  details,
   jumps,
+  layout,
   paragraph,
   round,
   short,
@@ -244,21 +244,25 @@ export function mount(root, data) {
     showChart();
   }
 
-  root.append(
-    paragraph(count.element, size.element),
-    models.element,
-    paragraph(formatChoice.element, linkChoice.element, orderChoice.element),
-    paragraph(power.element),
-    sentence,
-    rows.element,
-    picture.svg,
-    details("the chart as a table", errors.element),
-    paragraph(
-      "The sums are computed here, on 64 elements of the real gradients of 64 sequences " +
-        "(gpt2-nano before training). The time counts bytes over the link's published speed, " +
-        "and nothing else: real exchanges take longer.",
-    ),
-  );
+  layout(root, data.say, {
+    controls: [
+      paragraph(count.element, formatChoice.element, orderChoice.element),
+      paragraph(size.element, linkChoice.element),
+      models.element,
+      paragraph(power.element),
+    ],
+    picture: [picture.svg, sentence],
+    numbers: [rows.element],
+    folded: [
+      ["The chart as a table", errors.element],
+      [
+        "How we know",
+        "The sums are computed here, on 64 elements of the real gradients of 64 sequences " +
+          "(gpt2-nano before training). The time counts bytes over the link's published speed, " +
+          "and nothing else: real exchanges take longer.",
+      ],
+    ],
+  });
   show();
   return () => sentence.textContent;
 }

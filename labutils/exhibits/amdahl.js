@@ -1,5 +1,15 @@
-// Only matrix products get faster: how fast is the whole step?
-import { chart, DIAMOND, jumps, paragraph, percent, short, slider, table } from "./shared.js";
+// Only matmuls get faster: how fast is the whole step?
+import {
+  chart,
+  DIAMOND,
+  jumps,
+  layout,
+  paragraph,
+  percent,
+  short,
+  slider,
+  table,
+} from "./shared.js";
 
 // Amdahl's law: a share of a whole becomes `speedup` times as fast, and the rest stays.
 export function amdahl(share, speedup) {
@@ -25,10 +35,10 @@ export function mount(root, data) {
     show();
   };
 
-  const share = slider("share of products in the step", { min: 0, max: 100, step: 0.5 }, (x) =>
+  const share = slider("share of matmuls in the step", { min: 0, max: 100, step: 0.5 }, (x) =>
     set({ share: x / 100 }),
   );
-  const speed = slider("speed of one product", { min: -6, max: 6, step: 0.05 }, (x) =>
+  const speed = slider("speed of one matmul", { min: -6, max: 6, step: 0.05 }, (x) =>
     set({ product: 2 ** x }),
   );
   const places = points.map((point) => [point.card ?? point.name, point]);
@@ -37,8 +47,8 @@ export function mount(root, data) {
   );
   const sentence = paragraph();
   const compared = paragraph();
-  const picture = chart("speed of the step over the speed of one product", { height: 300 });
-  const rows = table(["point", "share", "product", "law", "ledger"]);
+  const picture = chart("speed of the step over the speed of one matmul", { height: 300 });
+  const rows = table(["point", "share", "matmul", "law", "ledger"]);
   rows.show(
     points.map(({ name, share, product, step }) => [
       name,
@@ -58,7 +68,7 @@ export function mount(root, data) {
     const asTick = (e) => [e, e < 0 ? `1/${2 ** -e}` : `${2 ** e}`];
     const isShown = (up) => up >= y.from && up <= y.to;
     picture.begin(
-      { ...x, ticks: [-6, -4, -2, 0, 2, 4, 6].map(asTick), title: "speed of one product, ×" },
+      { ...x, ticks: [-6, -4, -2, 0, 2, 4, 6].map(asTick), title: "speed of one matmul, ×" },
       { ...y, ticks: [-3, -2, -1, 0, 1, 2, 3, 4].map(asTick), title: "speed of the step, ×" },
     );
     const curve = [];
@@ -96,10 +106,10 @@ export function mount(root, data) {
     marks.show(isHere);
     const most =
       state.share === 1
-        ? "There is no limit: the step is products and nothing else."
-        : `If products took no time, the step would be ${times(limit)} as fast: the limit.`;
+        ? "There is no limit: the step is matmuls and nothing else."
+        : `If matmuls took no time, the step would be ${times(limit)} as fast: the limit.`;
     sentence.textContent =
-      `Products are ${percent(state.share)} of the step, and one product is ` +
+      `Matmuls are ${percent(state.share)} of the step, and one matmul is ` +
       `${times(state.product)} as fast. The step is ${times(step)} as fast. ${most}`;
     const here = points.find((point) => isHere(point) && point.step);
     compared.textContent = here
@@ -109,18 +119,19 @@ export function mount(root, data) {
     showChart();
   }
 
-  root.append(
-    paragraph(share.element, speed.element),
-    marks.element,
-    sentence,
-    compared,
-    picture.svg,
-    rows.element,
-    paragraph(
-      "Diamond: where the sliders stand. The cards are predicted: GPT-2 124M in 16 bits against " +
-        "FP32. The law lets only products change; the time ledger looks at each operation.",
-    ),
-  );
+  layout(root, data.say, {
+    controls: [paragraph(share.element, speed.element), marks.element],
+    picture: [picture.svg, paragraph("Diamond: where the sliders stand.")],
+    numbers: [sentence, compared, rows.element],
+    folded: [
+      ["Where?", "At 1 / (1 − share): all that is no matmul takes as long as before."],
+      [
+        "How we know",
+        "The cards are predicted: GPT-2 124M in 16 bits against FP32. The law lets only matmuls " +
+          "change; the time ledger looks at each operation.",
+      ],
+    ],
+  });
   show();
   return () => `${sentence.textContent} ${compared.textContent}`;
 }

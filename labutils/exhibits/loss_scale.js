@@ -5,11 +5,10 @@ import {
   chart,
   choice,
   completed,
-  details,
-  group,
-  make,
+  layout,
   paragraph,
   percent,
+  player,
   powerOf2,
   round,
   short,
@@ -76,7 +75,7 @@ export function mount(root, page) {
   let overflow = 0; // the first power at which a gradient is inf
   while (overflow <= LARGEST_POWER && count(data, overflow).inf === 0) overflow += 1;
 
-  const state = { power: 0, first: 24, interval: 5, taken: 0 };
+  const state = { power: 10, first: 24, interval: 5, taken: 7 };
   let last = ""; // the sentence of the part that was used last
   const scale = slider("loss scale", { min: 0, max: LARGEST_POWER }, (power) => {
     state.power = power;
@@ -92,14 +91,20 @@ export function mount(root, page) {
     showWalk();
   };
   const first = slider("first scale", { min: 0, max: LARGEST_POWER }, (power) =>
-    walkFrom({ first: power, taken: 0 }),
+    walkFrom({ first: power }),
   );
   const interval = choice(
     "the scale doubles after",
     [2, 5, 10, 2000].map((n) => [n, `${n} clean steps`]),
-    (n) => walkFrom({ interval: Number(n), taken: 0 }),
+    (n) => walkFrom({ interval: Number(n) }),
   );
   const next = button("next step", () => walkFrom({ taken: state.taken + 1 }));
+  const isAtEnd = () => state.taken === largest.length;
+  const play = player(
+    (isFirst) => walkFrom({ taken: isFirst ? 1 : state.taken + 1 }),
+    isAtEnd,
+    400,
+  );
   const end = button("to the end", () => walkFrom({ taken: largest.length }));
   const again = button("start again", () => walkFrom({ taken: 0 }));
   const event = paragraph();
@@ -216,26 +221,33 @@ export function mount(root, page) {
     next.disabled = end.disabled = state.taken === largest.length;
   }
 
-  root.append(
-    paragraph(scale.element),
-    histogram.svg,
-    sentence,
-    fates.element,
-    group(
-      "A scaler walks",
-      paragraph(
-        "A run in FP32 has recorded the largest weight gradient of each of its steps. Each click " +
-          "takes the next one, multiplies it by the scale, and applies the rule of ",
-        make("code", {}, "GradScaler"),
-        ".",
-      ),
+  layout(root, page.say, {
+    controls: [paragraph(scale.element)],
+    picture: [histogram.svg],
+    numbers: [sentence, fates.element],
+    folded: [
+      [
+        "Which one?",
+        "The largest scale at which no gradient becomes inf: one step below that limit.",
+      ],
+    ],
+  });
+  layout(root, "And who chooses the scale? Let the scaler walk.", {
+    controls: [
       paragraph(first.element, interval.element),
-      paragraph(next, " ", end, " ", again),
-      event,
-      path.svg,
-      details("all steps so far, as a table", steps.element),
-    ),
-  );
+      paragraph(play.element, " ", next, " ", end, " ", again),
+    ],
+    picture: [path.svg],
+    numbers: [event],
+    folded: [
+      ["All steps so far, as a table", steps.element],
+      [
+        "How we know",
+        "A run in FP32 has recorded the largest weight gradient of each of its steps. Each step " +
+          "multiplies it by the scale, and applies the rule of GradScaler.",
+      ],
+    ],
+  });
   showWalk();
   showGradients();
   return () => last;

@@ -7,6 +7,7 @@ import {
   completed,
   describe,
   exponentOf,
+  layout,
   make,
   paragraph,
   powerOf2,
@@ -175,8 +176,12 @@ export function mount(root, data) {
     return [format.name, short(stored, 9), short(error), short(relative), kindOf(stored, format)];
   }
 
+  let good = first; // the last value that was a number
   function show() {
-    const x = parse(state.text);
+    const parsed = parse(state.text);
+    const isTypo = Number.isNaN(parsed) && !/^\s*[+-]?nan\s*$/i.test(state.text);
+    const x = isTypo ? good : (good = parsed);
+    value.setAttribute("aria-invalid", isTypo);
     const format = formatOf(state.name);
     const stored = round(x, format);
     if (value.value !== state.text) value.value = state.text;
@@ -196,24 +201,25 @@ export function mount(root, data) {
       (i) => shown[i] === format,
     );
     const name = isOwn ? "Your format" : state.name;
-    const isTypo = Number.isNaN(x) && !/nan/i.test(state.text);
     sentence.textContent = isTypo
-      ? "This is no number. Write one such as 1.5 or 1e-5, or inf, or nan."
+      ? `This is no number; ${short(x, 9)} is still shown. Write one such as 1.5 or 1e-5, or inf, or nan.`
       : `${name} stores ${short(stored, 9)}: ${kindOf(stored, format)}.`;
   }
 
-  root.append(
-    paragraph(make("label", {}, "value ", value), size.element),
-    paragraph(select.element),
-    bits,
-    paragraph("Line below a bit: dotted for the sign, double for exponent, solid for mantissa."),
-    picture.svg,
-    sentence,
-    rows.element,
-    paragraph("Divide the bits otherwise:"),
-    paragraph(exponent.element, mantissa.element, hasInf.element),
-    facts,
-  );
+  layout(root, data.say, {
+    controls: [
+      paragraph(make("label", {}, "value ", value), select.element),
+      paragraph(size.element),
+    ],
+    picture: [
+      bits,
+      paragraph("Line below a bit: dotted for the sign, double for exponent, solid for mantissa."),
+      picture.svg,
+      sentence,
+    ],
+    numbers: [rows.element, facts],
+    folded: [["Divide the bits otherwise", exponent.element, mantissa.element, hasInf.element]],
+  });
   show();
   return () => sentence.textContent;
 }

@@ -4,6 +4,7 @@ import {
   choice,
   details,
   EDGE,
+  layout,
   make,
   MIB,
   paragraph,
@@ -65,6 +66,12 @@ export function needed(data, setting, batch) {
   return (bytes * share) / GIB + data.context_gib;
 }
 
+// The GiB that tensors may have at the peak on a card of `memory` GiB, which is `needed` turned
+// around.
+export function usable(data, setting, memory) {
+  return (memory - data.context_gib) / data.phases[keyOf(setting, data.shape)].needed;
+}
+
 // Milliseconds on each card of data.timed, with their band; null without hardware.
 // The host issues the work, the card computes it: the later of the two ends the step.
 export function times(data, setting, batch) {
@@ -85,9 +92,10 @@ export function times(data, setting, batch) {
 export function yaml(data, setting, batch) {
   const size = { micro_batch_size: batch, tokens_per_step: batch * setting.seq_len };
   const changed = { ...data.changed, ...setting, ...size };
-  const lines = data.config.map(([key, text]) =>
-    key in changed ? `${key}: ${changed[key]}` : text,
-  );
+  const lines = data.config.map((line) => {
+    const [key] = line.split(":");
+    return key in changed ? `${key}: ${changed[key]}` : line;
+  });
   return lines.join("\n") + "\n";
 }
 
@@ -114,6 +122,10 @@ export function mount(root, data) {
   });
   const picture = chart("GiB at the peak of each phase", { height: 230, left: 70, bottom: 20 });
   const fills = data.looks.map(([, colour, hatch]) => pattern(picture.svg, colour, hatch));
+  const own = make("input", { type: "number", min: 1, max: 999, step: "any" });
+  own.value = 16;
+  own.oninput = () => show();
+  const chips = paragraph();
   const sentence = paragraph();
   const bytesTable = table(["GiB at the peak of", ...data.phase_names]);
   const swatches = data.looks.map(([name, colour, hatch]) =>
@@ -141,6 +153,10 @@ export function mount(root, data) {
       picture.bars(boxes, { fill, ...EDGE });
     });
     ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
+    const room = usable(data, state.setting, own.valueAsNumber) * GIB;
+    if (room <= 1.15 * highest) {
+      picture.rule({ x: room }, { stroke: "var(--vermilion)", "stroke-width": 3 });
+    }
   }
 
   function showCards() {
@@ -148,12 +164,24 @@ export function mount(root, data) {
     const least = needed(data, setting, batch);
     const holding = data.cards.filter(([, memory]) => memory >= least);
     const names = holding.sort(([, a], [, b]) => a - b).map(([name]) => name);
-    const more = names.length > 8 ? ` and ${names.length - 8} larger ones` : "";
-    const few = `These hold it: ${names.slice(0, 8).join(", ")}${more}.`;
-    const answer = names.length ? few : "None of our cards holds it.";
+    const least3 = names.slice(0, 3).join(", ");
+    const answer = names.length
+      ? `The smallest that hold it: ${least3}.`
+      : "No card here holds it.";
+    const mine = own.valueAsNumber >= least ? "it fits" : "it does not fit";
     verdict.textContent =
-      `The run needs a card with ${least.toFixed(1)} GiB: with the gaps that the allocator ` +
-      `leaves, and the memory that CUDA itself takes. ${answer}`;
+      `The run needs a card with ${least.toFixed(1)} GiB, gaps and CUDA's own memory included: on ` +
+      `yours ${mine}. ${answer}`;
+    const holds = {}; // by size: do all cards of this size hold it?
+    for (const [, memory] of data.cards) {
+      holds[Math.ceil(memory)] = (holds[Math.ceil(memory)] ?? true) && memory >= least;
+    }
+    chips.replaceChildren(
+      ...Object.entries(holds).flatMap(([size, isIn]) => [
+        make("span", { class: isIn ? "chip holds" : "chip" }, `${isIn ? "✓" : "✗"} ${size} GiB`),
+        " ",
+      ]),
+    );
     const results = times(data, setting, batch);
     cards.show(
       data.timed.map((name, i) => {
@@ -195,22 +223,24 @@ export function mount(root, data) {
     if (folded.open) file.textContent = yaml(data, state.setting, state.batch);
   }
 
-  root.append(
-    paragraph(...switches.map(({ element }) => element)),
-    paragraph(batch.element),
-    picture.svg,
-    sentence,
-    bytesTable.element,
-    verdict,
-    cards.element,
-    folded,
-    paragraph(
-      "All numbers are predicted; bytes are those of an A100. One step is one micro-batch, " +
-        "without dropout. Batches of 1, 8 and 64 were predicted; between them a straight line is " +
-        "drawn. Tests find up to 6 % between such a line's peak and its own prediction, 12 % for " +
-        "cards, and 8 % for times. FP16 needs as many bytes as BF16; a T4 has no BF16.",
-    ),
-  );
+  layout(root, data.say, {
+    controls: [
+      paragraph(...switches.map(({ element }) => element)),
+      paragraph(batch.element, make("label", {}, "my card has ", own, " GiB")),
+    ],
+    picture: [picture.svg, sentence, verdict, chips],
+    numbers: [bytesTable.element, cards.element],
+    folded: [
+      [
+        "How we know",
+        "All numbers are predicted; bytes are those of an A100. One step is one micro-batch, " +
+          "without dropout. Batches of 1, 8 and 64 were predicted; between them a straight line " +
+          "is drawn. Tests find up to 6 % between such a line's peak and its own prediction, 12 % " +
+          "for cards, and 8 % for times. FP16 needs as many bytes as BF16; a T4 has no BF16.",
+      ],
+    ],
+  });
+  root.append(folded);
   show();
   return () => `${sentence.textContent} ${verdict.textContent}`;
 }

@@ -79,9 +79,9 @@ def check_own_point(share: float | None, speedup: float | None) -> None:
 def html_of(name: str, table: dict, start: dict) -> str:
     """Return an exhibit that begins with `start`. Its still is of what its finding says."""
     finding, still = table["finding"], table["still"]
-    data = literal(table["data"] | {"start": start})
-    style = literal(re.sub(r"\s*([{};,])\s*", r"\1", read("shared.css")))
-    return f"""<div data-exhibit="{name}">
+    data = literal(table["data"] | {"start": start, "say": table["say"]})
+    style = literal(re.sub(r"\s*([{};,]|(?<=[a-z]):(?= ))\s*", r"\1", read("shared.css")))
+    return f"""<div class="play" data-exhibit="{name}">
 <figure style="margin: 0"><img alt="{finding}" src="{still}"></figure>
 </div>
 <script>(() => {{

@@ -1,5 +1,5 @@
 // Recorded runs of several precisions over seeds: do two of them differ?
-import { chart, choice, paragraph, short, slider, sum, table } from "./shared.js";
+import { chart, choice, layout, paragraph, short, slider, sum, table } from "./shared.js";
 
 export const CANNOT_TELL = "cannot tell here";
 export const mean = (numbers) => sum(numbers) / numbers.length;
@@ -78,7 +78,7 @@ export function mount(root, data) {
     ];
     picture.line(middle, { "stroke-width": 3 });
     const circle = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 2 };
-    for (const pair of gap.pairs) picture.dot(pair, 1, circle);
+    gap.pairs.forEach((pair, i) => picture.dot(pair, 0.5 + 0.4 * (i % 4), circle));
   }
 
   function show() {
@@ -99,19 +99,23 @@ export function mount(root, data) {
     rows.show(arms.map(rowOf));
   }
 
-  root.append(
-    paragraph(rateChoice.element, otherChoice.element, baseChoice.element),
-    paragraph(seeds.element, step.element),
-    sentence,
-    picture.svg,
-    rows.element,
-    paragraph(
-      `Too small to matter: the whole interval lies within ± ${data.worth_telling}. Else larger or ` +
-        `smaller, if it leaves out 0. Recorded on ${data.made}. A loss is the ` +
-        `mean over the last ${steps[0]} steps, σ the standard deviation between seeds. ` +
-        "Skipped: steps that the scaler left out, the mean of the seeds.",
-    ),
-  );
+  layout(root, data.say, {
+    controls: [
+      paragraph(rateChoice.element, otherChoice.element, baseChoice.element),
+      paragraph(seeds.element, step.element),
+    ],
+    picture: [picture.svg, sentence],
+    numbers: [rows.element],
+    folded: [
+      [
+        "How we know",
+        `Too small to matter: the whole interval lies within ± ${data.worth_telling}. Else larger or ` +
+          `smaller, if it leaves out 0. Recorded on ${data.made}. A loss is the ` +
+          `mean over the last ${steps[0]} steps, σ the standard deviation between seeds. ` +
+          "Skipped: steps that the scaler left out, the mean of the seeds.",
+      ],
+    ],
+  });
   show();
   return () => sentence.textContent;
 }

@@ -6,6 +6,7 @@ import {
   details,
   EDGE,
   jumps,
+  layout,
   make,
   paragraph,
   pattern,
@@ -301,20 +302,24 @@ export function mount(root, data) {
     show();
   }
 
-  root.append(
-    paragraph(network.element, layers.element, ratio.element),
-    presets.element,
-    paragraph(keep.element),
-    paragraph("Press + to begin a new segment there, × to join two. Arrow keys lead to the next."),
-    boxes,
-    paragraph("Orange: the input of a segment, always kept. Hatched: computed again. Plain: kept."),
-    picture.svg,
-    sentence,
-    facts.element,
-    paragraph(button("Try this placement", tryPlacement)),
-    verdict,
-    folded,
-  );
+  layout(root, data.say, {
+    controls: [
+      paragraph(network.element, layers.element, ratio.element),
+      presets.element,
+      paragraph(keep.element),
+      paragraph("Press + to begin a new segment there, × to join two."),
+      boxes,
+    ],
+    picture: [
+      picture.svg,
+      paragraph(
+        "Yellow: the input of a segment, always kept. Hatched: computed again. Plain: kept.",
+      ),
+      sentence,
+    ],
+    numbers: [facts.element, verdict, paragraph(button("Try this placement", tryPlacement))],
+  });
+  root.append(folded);
   newNetwork({});
   return () => last;
 }

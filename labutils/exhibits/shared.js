@@ -307,7 +307,52 @@ export const DIAMOND = [
   [-9, 0],
 ];
 
+// Areas over each other: `book` has a moment's bytes of each area, and `fills` their looks.
+export function stack(picture, book, fills) {
+  const steps = (levels) => {
+    return levels.flatMap((level, i) => [
+      [i, level],
+      [i + 1, level],
+    ]);
+  };
+  let below = book.map(() => 0);
+  fills.forEach((fill, k) => {
+    const above = below.map((level, i) => level + book[i][k]);
+    picture.area([...steps(above), ...steps(below).reverse()], { fill, ...EDGE });
+    below = above;
+  });
+}
+
 // ---- A page
+
+// What to do, in large type; controls; the picture, with its numbers beside it where there is room;
+// and what only some want to know, folded: [title, elements].
+export function layout(root, say, { controls, picture, numbers, folded = [] }) {
+  root.append(
+    make("p", { class: "say" }, say),
+    ...controls,
+    make("div", { class: "sides" }, make("div", {}, ...picture), make("div", {}, ...numbers)),
+    ...folded.map(([title, ...elements]) => details(title, ...elements)),
+  );
+}
+
+// A button that goes on by itself until the end, or until it is pressed again; at the end it
+// starts anew. `step(isFirst)` goes on and tells whether that was not the end.
+export function player(step, isAtEnd, ms = 160) {
+  let timer = 0;
+  const stop = () => {
+    clearInterval(timer);
+    timer = 0;
+    element.textContent = "▶ play";
+  };
+  const element = button("▶ play", () => {
+    if (timer) return stop();
+    element.textContent = "❚❚ pause";
+    step(isAtEnd());
+    timer = setInterval(() => (isAtEnd() ? stop() : step(false)), ms);
+  });
+  return { element, stop };
+}
 
 // Bring every still to life. `mount` returns a function for its sentence, announced when a control
 // is set, not at a slider's steps. Without lmSuppressShortcuts JupyterLab takes the arrow keys.

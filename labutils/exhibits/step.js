@@ -3,13 +3,15 @@ import {
   button,
   chart,
   choice,
-  EDGE,
   jumps,
+  layout,
   make,
   MIB,
   paragraph,
   pattern,
+  player,
   slider,
+  stack,
   sum,
   swatch,
   table,
@@ -157,7 +159,8 @@ export function mount(root, data) {
   const hatchOf = (group) => (is16(group) ? "//" : "");
   const nameOf = ([category]) => NAMES[category] ?? category;
   const colourOf = ([category]) => data.looks.find(([name]) => name === category)[1];
-  const state = { name: data.start.precision, moment: 0 };
+  const { precision: first } = data.start;
+  const state = { name: first, moment: highest(books[first]) };
   const go = (moment) => {
     state.moment = Math.max(0, Math.min(moment, books[state.name].length - 1));
     show();
@@ -173,18 +176,22 @@ export function mount(root, data) {
   );
   const back = button("◀ back", () => go(state.moment - 1));
   const next = button("next ▶", () => go(state.moment + 1));
-  const moment = slider("moment", { min: 0 }, go);
+  const isAtEnd = () => state.moment === books[state.name].length - 1;
+  const play = player((isFirst) => go(isFirst ? 0 : state.moment + 1), isAtEnd);
+  const moment = slider("moment", { min: 0 }, (position) => {
+    play.stop();
+    go(position);
+  });
   const places = make("div");
   const code = make("pre", { tabindex: 0, role: "group", "aria-label": "the training loop" });
   const sentence = paragraph();
   const reason = paragraph();
-  const bar = chart("bytes that are alive", { height: 44, left: 8, bottom: 6, top: 6 });
   const fills = {};
-  const course = chart("bytes alive over the step", { height: 130, left: 8, bottom: 26 });
+  const course = chart("bytes alive over the step", { height: 250, left: 40, bottom: 26 });
   const rows = table(["tensors", "dtype", "MiB now", "change"]);
   const swatches = {};
   for (const group of Object.values(runs).flatMap((run) => run.groups)) {
-    fills[group] ??= pattern(bar.svg, colourOf(group), hatchOf(group));
+    fills[group] ??= pattern(course.svg, colourOf(group), hatchOf(group));
     swatches[group] ??= swatch(colourOf(group), hatchOf(group));
   }
   let seen = []; // which groups of the run have bytes to show
@@ -224,31 +231,24 @@ export function mount(root, data) {
     sentence.textContent = parts.join(" ");
   }
 
-  function showBar() {
-    bar.begin({ from: 0, to: most }, { from: 0, to: 1 });
-    let left = 0;
-    shown().forEach(([group, bytes], i) => {
-      bar.bar([left, left + bytes], [0, 1], { fill: fills[group], ...EDGE });
-      const middle = left + bytes / 2;
-      if (bytes > most / 30) {
-        bar.dot(middle, 0.5, { r: 9, fill: "white", stroke: "none" });
-        bar.text(middle, 0.5, i + 1, { anchor: "middle", style: "fill: black" });
-      }
-      left += bytes;
-    });
-  }
-
   function showCourse() {
-    const totals = books[state.name].map(sum);
+    const book = books[state.name];
     const phases = runs[state.name].moments.map(([phase]) => phase);
-    const last = totals.length - 1;
     const ticks = ["forward", "loss", "backward"].map((phase) => {
       return [(phases.indexOf(phase) + phases.lastIndexOf(phase)) / 2, phase];
     });
-    course.begin({ from: 0, to: last, ticks }, { from: 0, to: most });
-    const points = totals.map((total, i) => [i, total]);
-    course.area([[0, 0], ...points, [last, 0]], { fill: "currentColor", opacity: 0.15 });
-    course.line(points);
+    const levels = [0, most].map((bytes) => [bytes, Math.round(bytes / MIB)]);
+    course.begin(
+      { from: 0, to: book.length, ticks },
+      { from: 0, to: most, ticks: levels, title: "MiB" },
+    );
+    const { groups } = runs[state.name];
+    const shares = book.map((bytes) => seen.map((g) => bytes[g]));
+    stack(
+      course,
+      shares,
+      seen.map((g) => fills[groups[g]]),
+    );
   }
 
   function showRows() {
@@ -257,7 +257,8 @@ export function mount(root, data) {
       const text = Math.abs(change) < SEEN ? "" : `${sign}${mib(Math.abs(change))}`;
       return [titles[i], group[1], mib(bytes), text];
     });
-    rows.show([...cells, ["all", "", mib(sum(books[state.name][state.moment])), ""]]);
+    const all = ["all", "", mib(sum(books[state.name][state.moment])), ""];
+    rows.show([...cells, all], (i) => i < cells.length && cells[i][3] !== "");
   }
 
   // What changes with the precision only.
@@ -274,16 +275,14 @@ export function mount(root, data) {
     spots.sort(([, a], [, b]) => a - b);
     const { groups } = runs[state.name];
     seen = [...groups.keys()].filter((g) => book.some((bytes) => bytes[g] >= SEEN));
-    titles = seen.map((g, i) =>
-      make("span", {}, swatches[groups[g]], `${i + 1} ${nameOf(groups[g])}`),
-    );
+    titles = seen.map((g) => make("span", {}, swatches[groups[g]], nameOf(groups[g])));
     showCode("");
     showCourse();
     places.replaceChildren(jumps("Jump to", spots, go).element);
     moment.limit(book.length - 1);
     copiesText.textContent = copies
       ? `The 16-bit copies of weights have at most ${mib(copies.largest)} MiB. They exist from ` +
-        `moment ${copies.first + 1} to ${copies.gone}. In the bar, tensors of 16 bits are hatched.`
+        `moment ${copies.first + 1} to ${copies.gone}. In the picture, tensors of 16 bits are hatched.`
       : "Without autocast there are no 16-bit copies.";
   }
 
@@ -297,27 +296,26 @@ export function mount(root, data) {
     showCode(now[0]);
     showSentence(now);
     reason.textContent = reasonFor(now[0], run);
-    showBar();
-    course.point(state.moment, { stroke: "var(--vermilion)", "stroke-width": 3 });
+    course.point(state.moment + 0.5, { stroke: "var(--vermilion)", "stroke-width": 3 });
     showRows();
   }
 
-  root.append(
-    paragraph(precision.element, back, " ", next),
-    paragraph(moment.element),
-    places,
-    code,
-    sentence,
-    reason,
-    bar.svg,
-    course.svg,
-    rows.element,
-    copiesText,
-    paragraph(
-      "Predicted for the small GPT-2 on a CPU, in a step after the first one: AdamW has its " +
-        "moments already.",
-    ),
-  );
+  layout(root, data.say, {
+    controls: [
+      paragraph(precision.element, play.element, " ", back, " ", next),
+      paragraph(moment.element),
+      places,
+    ],
+    picture: [course.svg, sentence, reason],
+    numbers: [code, rows.element, copiesText],
+    folded: [
+      [
+        "How we know",
+        "Predicted for the small GPT-2 on a CPU, in a step after the first one: AdamW has its " +
+          "moments already.",
+      ],
+    ],
+  });
   showRun();
   show();
   return () => sentence.textContent;

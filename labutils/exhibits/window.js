@@ -1,18 +1,20 @@
-// One optimizer step of n micro-batches: which bytes come and go, and which stay? And what does one
-// token weigh if the micro-batches are unequally long?
+// One optimizer step of n micro-batches: which bytes come and go, and which stay? And, folded, what
+// does one token weigh if the micro-batches are unequally long?
 import {
   button,
   chart,
   EDGE,
-  group,
   jumps,
+  layout,
   make,
   MIB,
   paragraph,
   pattern,
   percent,
+  player,
   short,
   slider,
+  stack,
   sum,
   swatch,
   table,
@@ -21,7 +23,7 @@ import {
 const GRADIENTS = "gradients";
 // Lengths of four sequences: those of section 2 of notebook 02, and equal ones.
 const LENGTHS = [
-  [46, 42, 38, 34],
+  [50, 40, 30, 20],
   [64, 48, 56, 40],
   [64, 32, 16, 8],
   [64, 8, 32, 4],
@@ -74,24 +76,13 @@ function startsOf(all) {
   return all.flatMap((frame, i) => (isNew(frame, i) ? [[i, frame.number ?? "step"]] : []));
 }
 
-// The corners of a line that stays at each level for one frame.
-function stepsOf(levels) {
-  const corners = levels.flatMap((level, i) =>
-    level === levels[i - 1]
-      ? []
-      : [
-          [i, levels[i - 1] ?? level],
-          [i, level],
-        ],
-  );
-  return [...corners, [levels.length, levels.at(-1)]];
-}
-
 export function mount(root, data) {
   const { film, looks } = data;
   const gradients = looks.findIndex(([name]) => name === GRADIENTS);
-  const state = { n: 4, m: 4, moment: 0 };
+  const state = { n: 4, m: 4 };
   let split = frames(film, state.n, state.m);
+  const peakOf = () => split.findIndex((frame) => totalOf(frame) === highest(split));
+  state.moment = peakOf();
   let whole = wholeFrames(film, state.n, state.m);
   let last = ""; // the sentence of the part that was used last
 
@@ -110,7 +101,12 @@ export function mount(root, data) {
   };
   const count = slider("micro-batches n", { min: 1, max: 8 }, (n) => resize({ n }));
   const size = slider("sequences in each, m", { min: 2, max: 16 }, (m) => resize({ m }));
-  const moment = slider("moment", { min: 0 }, go);
+  const isAtEnd = () => state.moment === split.length - 1;
+  const play = player((isFirst) => go(isFirst ? 0 : state.moment + 1), isAtEnd, 80);
+  const moment = slider("moment", { min: 0 }, (position) => {
+    play.stop();
+    go(position);
+  });
   const panels = ["micro-batches", "the whole batch"].map((name) => {
     const picture = chart(`memory over one optimizer step: ${name}`, {
       height: 154,
@@ -131,14 +127,8 @@ export function mount(root, data) {
     const ticks = startsOf(all);
     const levels = [0, highest(all)].map((total) => [total, mib(total)]);
     picture.begin({ from: 0, to: all.length, ticks }, { from: 0, to: ceiling, ticks: levels });
-    let totals = all.map(() => 0);
-    let below = stepsOf(totals);
-    fills.forEach((fill, k) => {
-      totals = totals.map((level, i) => level + all[i].bytes[k]);
-      const above = stepsOf(totals);
-      picture.area([...above, ...below.reverse()], { fill, ...EDGE });
-      below = above;
-    });
+    const book = all.map(({ bytes }) => bytes);
+    stack(picture, book, fills);
     picture.text(0, ceiling, title, { dy: -8 });
   }
 
@@ -247,38 +237,40 @@ export function mount(root, data) {
           "directions.";
   }
 
-  root.append(
-    group(
-      "Memory over one optimizer step",
+  layout(root, data.say, {
+    controls: [
       paragraph(count.element, size.element),
       paragraph(
-        moment.element,
+        play.element,
+        " ",
         button("previous phase", () => jump(-1)),
         " ",
         button("next phase", () => jump(1)),
         " ",
-        button("to the peak", () => go(split.findIndex((f) => totalOf(f) === highest(split)))),
+        button("to the peak", () => go(peakOf())),
       ),
-      ...panels.map(({ picture }) => picture.svg),
-      sentence,
-      bytes.element,
-      paragraph("The areas lie in the order of this table, the first one at the bottom."),
-      peaks,
-      paragraph(
+      paragraph(moment.element),
+    ],
+    picture: [...panels.map(({ picture }) => picture.svg), sentence],
+    numbers: [bytes.element, peaks],
+    folded: [
+      [
+        "Unequal lengths: what one token weighs",
+        paragraph("Four micro-batches have one sequence each. Its first token is not a target."),
+        paragraph(...sliders.map(({ element }) => element)),
+        examples.element,
+        weights.svg,
+        tokens.element,
+        error,
+      ],
+      [
+        "How we know",
         "Predicted by the ledger for gpt2-nano in float32 on a CPU, with sequences of 64 tokens. " +
-          "The time axis is a sketch.",
-      ),
-    ),
-    group(
-      "Unequal lengths: what one token weighs",
-      paragraph("Four micro-batches have one sequence each. Its first token is not a target."),
-      paragraph(...sliders.map(({ element }) => element)),
-      examples.element,
-      weights.svg,
-      tokens.element,
-      error,
-    ),
-  );
+          "The time axis is a sketch. The areas lie in the order of the table, the first one at " +
+          "the bottom.",
+      ],
+    ],
+  });
   showWeights();
   showSizes();
   showMoment();
