@@ -29,9 +29,11 @@ from torch.utils._pytree import tree_leaves  # private: tensors in any nest of c
 
 # of any machine, and in a recording that has been slimmed
 TORCH = re.compile(r"(^|[/\\](site|dist)-packages[/\\])torch[/\\]")
-PYTHON = sysconfig.get_path("stdlib") + os.sep
-PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # they are inside PYTHON
+PACKAGE = re.compile(r"[/\\](site|dist)-packages[/\\]")
+PYTHON = re.compile(r"[/\\](lib[/\\]python3\.\d+|Python3\d+[/\\]Lib)[/\\]|^<(frozen|string>)")
+STDLIB = sysconfig.get_path("stdlib") + os.sep
 NO_LINE = "no line of Python: another thread, backward on a GPU for one"
+NO_STACKS = "no stacks were recorded"
 
 Event = Mapping[str, Any]  # of `device_traces` in `torch.cuda.memory._dump_snapshot`
 
@@ -84,22 +86,47 @@ def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
     """Return the snapshot in a pickle of `torch.cuda.memory._dump_snapshot`.
 
     It may hold plain data only. A pickle that asks for a class or a function raises UnpicklingError
-    before any of its code runs.
+    before any of its code runs, and so does a file that is no pickle. Raises ValueError for a
+    pickle that is no snapshot, and for one without a history of this device.
     """
-    with Path(path).open("rb") as file:
-        trace: list[Event] = _PlainUnpickler(file).load()["device_traces"][device_index]
+    trace = _trace_of(Path(path), device_index)
+    has_stacks = any(event.get("frames") for event in trace)
     snapshot = Snapshot("CUDA allocator history")
     alive: dict[int, tuple[int, str]] = {}  # address: (bytes, line)
     for event in trace:
         # Memory is free again at `free_completed`. An `oom` event, for one, has no address.
         if event["action"] == "alloc":
-            frames = [(f["filename"], f["line"], f["name"]) for f in event.get("frames", [])]
-            alive[event["addr"]] = event["size"], _own_line(frames)
+            frames = [
+                (frame["filename"], frame["line"], frame.get("name", "?"))
+                for frame in event.get("frames") or []
+            ]
+            line = _own_line(frames) if has_stacks else NO_STACKS
+            alive[event["addr"]] = event["size"], line
             snapshot.add(*alive[event["addr"]])
         elif event["action"] == "free_completed" and event["addr"] in alive:
             n_bytes, line = alive.pop(event["addr"])  # else it was there before the recording
             snapshot.add(-n_bytes, line)
     return snapshot
+
+
+def _trace_of(path: Path, device_index: int) -> list[Event]:
+    """Return the history of one device in a file, or say what is there instead."""
+    with path.open("rb") as file:
+        try:
+            content = _PlainUnpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, ValueError) as error:
+            raise pickle.UnpicklingError(f"{path} is no snapshot: {error}") from None
+    if not isinstance(content, dict) or "device_traces" not in content:
+        raise ValueError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot")
+    traces = content["device_traces"]
+    if device_index < len(traces) and traces[device_index]:
+        return traces[device_index]
+    others = [i for i, trace in enumerate(traces) if trace]
+    if others:
+        raise ValueError(f"{path}: device {device_index} has no events: device_index={others[0]}")
+    raise ValueError(
+        f"{path} has no history: torch.cuda.memory._record_memory_history() comes before the step"
+    )
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -110,27 +137,31 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _own_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """Return "function: source" of the innermost line outside torch and Python.
+    """Return "function: source" of the innermost line outside torch, Python and other packages.
 
-    A frame is (file, line, function); the innermost comes first. Frames of C++ are passed over. A
-    recording of another machine has no source here: then the line's number stands for it.
+    A frame is (file, line, function); the innermost comes first. Frames of C++ are passed over. If
+    all are of packages, it is the innermost of these. A recording of another machine has no source
+    here: then its file and line stand for it.
     """
-    for file, line, function in frames:
-        if not file.endswith((".py", ">")) or not _is_own(file):
+    of_python = [frame for frame in frames if frame[0].endswith((".py", ">"))]
+    of_packages = [frame for frame in of_python if PACKAGE.search(frame[0])]
+    own = [frame for frame in of_python if frame not in of_packages and not _is_python(frame[0])]
+    for file, line, function in [*own, *of_packages]:
+        if TORCH.search(file):
             continue
         place = "cell" if function == "<module>" else function
         is_here = file.startswith("<") or Path(file).is_absolute()
         source = linecache.getline(file, line).strip() if is_here else ""
         if source:
             return f"{place}: {source[:60]}"
-        return f"{place}, line {line}" if line else place
+        name = "/".join(re.split(r"[/\\]", file)[-2:])
+        return f"{place}, {name}:{line}" if line else place
     return NO_LINE
 
 
-def _is_own(file: str) -> bool:
-    if file.startswith(PYTHON) and not file.startswith(PACKAGES):
-        return False
-    return not (TORCH.search(file) or file.startswith(("<frozen", "<string>")))
+def _is_python(file: str) -> bool:
+    """Tell whether a file is of the standard library, of this machine or of another one."""
+    return file.startswith(STDLIB) or bool(PYTHON.search(file))
 
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:

@@ -93,6 +93,48 @@ def test_the_allocators_own_format(tmp_path):
     assert history.alive().sum(axis=1).tolist() == [512, 1536, 5632, 5120, 7168]
 
 
+def dumped(path: Path, *traces: object) -> Path:
+    path.write_bytes(pickle.dumps({"device_traces": list(traces)}))
+    return path
+
+
+def test_places_of_another_machine_have_their_files_and_packages_are_passed_over(tmp_path):
+    lib = "/opt/conda/lib/python3.10"
+    stacks = [
+        [(f"{lib}/contextlib.py", 79, "inner"), ("/home/u/net/model.py", 57, "forward")],
+        [(f"{lib}/site-packages/einops/x.py", 1, "x"), ("C:\\u\\loss\\model.py", 57, "forward")],
+        [(f"{lib}/site-packages/torch/a.py", 1, "a"), (f"{lib}/site-packages/b/c.py", 2, "d")],
+    ]
+    trace = []
+    for i, stack in enumerate(stacks):
+        frames = [dict(zip(("filename", "line", "name"), row, strict=True)) for row in stack]
+        trace.append({"action": "alloc", "addr": i, "size": 2 * i + 2, "frames": frames})
+    history = snapshot.load(dumped(tmp_path / "x", trace))
+    assert history.at_end() == {
+        "d, b/c.py:2": 6,
+        "forward, loss/model.py:57": 4,
+        "forward, net/model.py:57": 2,
+    }
+    without = [{"action": "alloc", "addr": 1, "size": 2, "frames": None}]
+    assert snapshot.load(dumped(tmp_path / "y", without)).at_end() == {snapshot.NO_STACKS: 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1", "x is no snapshot"),
+        (b"", "x is no snapshot"),
+        (pickle.dumps([1]), "x is no snapshot of"),
+        (pickle.dumps({"device_traces": [[]]}), "x has no history: .*_record_memory_history"),
+        (pickle.dumps({"device_traces": [[], [{"action": "oom"}]]}), "device_index=1"),
+    ],
+)
+def test_what_is_no_history_is_said_with_its_path(tmp_path, content, words):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises((pickle.UnpicklingError, ValueError), match=words):
+        snapshot.load(tmp_path / "x")
+
+
 def test_gradients_count_as_allocated_although_nothing_looked_at_them():
     layer = torch.nn.Linear(1000, 500, bias=False)
     before = lab.allocated_bytes(CPU)
@@ -148,4 +190,4 @@ def test_the_history_that_ships_is_slim_and_has_the_bytes_that_the_allocator_cou
     changes = np.array(history.events)[:, 0]
     rounded = np.sign(changes) * 512 * np.ceil(abs(changes) / 512)
     assert rounded.cumsum().max() == facts["peak, allocated bytes"]
-    assert any(line.startswith("_train, line") for line in history.at_peak())
+    assert any(line.startswith("_train, bench/") for line in history.at_peak())
