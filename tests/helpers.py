@@ -28,6 +28,29 @@ TINY = {"steps": 3, "lr_warmup_steps": 0}
 TINY |= {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 32}
 
 
+class SharedKeys(nn.Module):
+    """Attention in which groups of four queries share keys and values, as in newer models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.out = nn.Linear(512, 512), nn.Linear(512, 512)
+        self.keys, self.values = nn.Linear(512, 128), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, 512)
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, 64)).transpose(1, 2)
+            for layer in (self.queries, self.keys, self.values)
+        )
+        attended = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def mean_of_squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
 def read_notebook(path: str) -> nbformat.NotebookNode:
     """Return a notebook as it stands on disk, committed or not."""
     return nbformat.read(REPO / path, as_version=4)

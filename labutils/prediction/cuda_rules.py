@@ -58,10 +58,13 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         if mask is None and flash and q.dtype != torch.float32 and allowed.flash_sdp_enabled():
             flash_attention = aten._scaled_dot_product_flash_attention
             return flash_attention(q, k, v, p, causal, False, scale=scale)[0]
-        # before Ampere the other fused kernel takes no BF16 either
-        has_kernel = flash or q.dtype != torch.bfloat16
+        # before Ampere the other fused kernel takes no BF16 either, and it never takes groups of
+        # queries that share keys (sdp_utils.cpp)
+        has_kernel = (flash or q.dtype != torch.bfloat16) and q.shape[-3] == k.shape[-3]
         if not (has_kernel and allowed.mem_efficient_sdp_enabled()):
-            return aten._scaled_dot_product_attention_math(q, k, v, mask, p, causal, scale=scale)[0]
+            math_attention = aten._scaled_dot_product_attention_math
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            return math_attention(q, k, v, mask, p, causal, **options)[0]
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.empty_like(mask, dtype=q.dtype)
         efficient_attention = aten._scaled_dot_product_efficient_attention
@@ -124,7 +127,9 @@ def borrowed(operation: Any, args: tuple, gpu: Gpu) -> list[tuple[Rule, tuple[in
         gradient, indices, n_rows = args[:3]
         return [(_partial_sums, (indices.numel(), n_rows, gradient.shape[-1]))]
     if operation is aten._scaled_dot_product_flash_attention_backward.default:
-        return [(_flash_workspace, args[1].shape)]
+        (_, heads, _, _), (_, key_heads, n_keys, _) = args[1].shape, args[2].shape
+        shared = n_keys if key_heads != heads else 0
+        return [(partial(_flash_workspace, shared), args[1].shape)]
     if operation is aten._scaled_dot_product_efficient_attention_backward.default:
         # gradient times result, of which the sums over rows are needed
         return [(partial(_elements, 4), args[1].shape), (_efficient_workspace, args[1].shape)]
@@ -144,9 +149,14 @@ def _partial_sums(n_indices: int, n_rows: int, width: int) -> int:
     return (n_indices // ROWS_PER_THREAD + min(n_indices, n_rows)) * width * 4
 
 
-def _flash_workspace(batch: int, heads: int, n_queries: int, width: int) -> int:
-    """Return the bytes of the queries' gradient in float32, and of one number for each row."""
-    return batch * heads * up(n_queries, FLASH_ROWS) * (width + 1) * 4
+def _flash_workspace(shared: int, batch: int, heads: int, n_queries: int, width: int) -> int:
+    """Return the bytes of the queries' gradient in float32, and of one number for each row.
+
+    Where queries share keys, so many `shared`, each head has gradients of keys and values of its
+    own, in 16 bits (dk_expanded in flash_api.cpp).
+    """
+    rows = up(n_queries, FLASH_ROWS)
+    return batch * heads * (rows * (width + 1) * 4 + 2 * shared * width * 2)
 
 
 def _elements(itemsize: int, *shape: int) -> int:

@@ -37,8 +37,12 @@ ASKED = [
         [12582912, 12595200],
     ),
     (
-        (aten._scaled_dot_product_flash_attention_backward.default, (Q16, Q16)),
+        (aten._scaled_dot_product_flash_attention_backward.default, (Q16, Q16, Q16)),
         [786432 + 50331648],
+    ),
+    (  # of 12 heads four share keys and values, whose gradients come for each
+        (aten._scaled_dot_product_flash_attention_backward.default, (Q16, Q16, Q16[:, :3])),
+        [786432 + 50331648 + 2 * 25165824],
     ),
     ((aten._softmax_backward_data.default, (WEIGHTS, WEIGHTS, -1, torch.bfloat16)), [37748736]),
 ]

@@ -43,7 +43,15 @@ from labutils.techniques import precision
 from labutils.techniques.adapters import add_lora
 from labutils.techniques.loss import count_targets, lm_loss_sum
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import CPU, POLICIES, predicted_on, slow, without_onednn
+from tests.helpers import (
+    CPU,
+    POLICIES,
+    SharedKeys,
+    mean_of_squares,
+    predicted_on,
+    slow,
+    without_onednn,
+)
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "dropout": 0.0}
 CHECKPOINTED = {"seq_len": 96, "micro_batch_size": 3, "tokens_per_step": 288, "optimizer": "sgd"}
@@ -160,6 +168,19 @@ def test_any_module_is_predicted_in_training_mode_and_left_alone(has_adapters):
     assert predicted.peak_bytes == SAME_BYTES(real.peak_bytes)
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert real.categories[OPTIMIZER] == pytest.approx(8 * n_trained, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("card", "precision", "n_bytes"),  # read off torch's CUDA allocator, without a card
+    [("h200", "fp32", 289440768), ("h200", "bf16", 124683264), ("t4", "fp16", 238584832)],
+)
+def test_attention_whose_queries_share_keys_takes_what_the_allocator_gave(card, precision, n_bytes):
+    net = nn.Sequential(SharedKeys(), SharedKeys())
+    options = {"precision": precision, "device": card}
+    predicted = predict_module(
+        net, torch.ones(4, 512, 512), mean_of_squares, torch.optim.AdamW, **options
+    )
+    assert predicted.peak_bytes == pytest.approx(n_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize(
