@@ -14,15 +14,15 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (46_853, 7_617),
-    "tests": (41_779, 6_319),
+    "labutils": (47_090, 7_617),
+    "tests": (42_372, 6_410),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_122, []),
-    "engine": (11_023, ["prediction"]),
+    "kit": (24_292, []),
+    "engine": (11_090, ["prediction"]),
     "desk": (11_708, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
-PAGE_LINES = 3_911  # HTML, JavaScript, CSS and templates in labutils/
+PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_149  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)

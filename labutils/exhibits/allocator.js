@@ -346,7 +346,7 @@ export function mount(root, data) {
   function request(size) {
     if (size > 0 && size <= LARGEST_REQUEST)
       add({ say: `${short(size)} MiB`, new: numbered([size]) });
-    else sentence.textContent = `A request is more than 0 and at most ${LARGEST_REQUEST} MiB.`;
+    else showNext();
   }
 
   function freeEverySecond() {
@@ -362,7 +362,8 @@ export function mount(root, data) {
   function tell() {
     if (storyLength() === 0 || storyLength() === story.length) reset();
     const [say, gone, sizes] = story[storyLength()];
-    const made = events.flatMap((event) => (event.new ?? []).map(([number]) => number));
+    const told = events.filter((event) => event.story);
+    const made = told.flatMap((event) => (event.new ?? []).map(([number]) => number));
     const free = gone.map((i) => made[i]);
     add({ say, free, new: numbered(sizes), empty: say === EMPTY_CACHE, story: true });
   }
@@ -450,8 +451,13 @@ export function mount(root, data) {
 
   // What the size in the field would meet, if it were requested now.
   function showNext() {
+    const isAllowed = own.valueAsNumber > 0 && own.valueAsNumber <= LARGEST_REQUEST;
+    own.setAttribute("aria-invalid", !isAllowed);
+    if (!isAllowed) {
+      next.textContent = `A request is more than 0 and at most ${LARGEST_REQUEST} MiB, as 0.5.`;
+      return;
+    }
     const bytes = Math.ceil(own.valueAsNumber * MIB);
-    if (!(bytes > 0)) return;
     const before = replayed(state.expandable).cache;
     const { cache, after } = replayed(state.expandable, [{ new: [[-1, bytes]] }]);
     const { how, failed } = after.at(-1);

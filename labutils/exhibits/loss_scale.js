@@ -106,7 +106,10 @@ export function mount(root, page) {
     400,
   );
   const end = button("to the end", () => walkFrom({ taken: largest.length }));
-  const again = button("start again", () => walkFrom({ taken: 0 }));
+  const again = button("start again", () => {
+    play.stop();
+    walkFrom({ taken: 0 });
+  });
   const event = paragraph();
   const path = chart("the loss scale of each step; a cross is a skipped step", { height: 210 });
   const steps = table(["step", "scale", "largest gradient", "times the scale", "is", "new scale"]);

@@ -202,7 +202,7 @@ export function mount(root, data) {
     );
     const name = isOwn ? "Your format" : state.name;
     sentence.textContent = isTypo
-      ? `This is no number; ${short(x, 9)} is still shown. Write one such as 1.5 or 1e-5, or inf, or nan.`
+      ? `This is no number; ${short(x, 9)} is still shown. Write one such as 1.5 (with a point) or 1e-5, or inf, or nan.`
       : `${name} stores ${short(stored, 9)}: ${kindOf(stored, format)}.`;
   }
 

@@ -138,7 +138,8 @@ export function mount(root, data) {
   folded.ontoggle = showFile;
 
   function showBars(peaks, highest) {
-    const phases = [...data.phase_names].reverse(); // the first one at the top
+    // the first one at the top
+    const phases = [...data.phase_names].reverse();
     const ticks = phases.map((phase, i) => [i + 0.5, phase]);
     picture.begin({ from: 0, to: 1.15 * highest }, { from: 0, to: phases.length, ticks });
     const ends = phases.map(() => 0);
@@ -154,7 +155,7 @@ export function mount(root, data) {
     });
     ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
     const room = usable(data, state.setting, own.valueAsNumber) * GIB;
-    if (room <= 1.15 * highest) {
+    if (room > 0 && room <= 1.15 * highest) {
       picture.rule({ x: room }, { stroke: "var(--vermilion)", "stroke-width": 3 });
     }
   }
@@ -168,11 +169,17 @@ export function mount(root, data) {
     const answer = names.length
       ? `The smallest that hold it: ${least3}.`
       : "No card here holds it.";
-    const mine = own.valueAsNumber >= least ? "it fits" : "it does not fit";
+    const isSize = own.valueAsNumber >= 1 && own.valueAsNumber <= 999;
+    own.setAttribute("aria-invalid", !isSize);
+    const isIn = own.valueAsNumber >= least;
+    const mine = isSize
+      ? `it ${isIn ? "fits" : "does not fit"}`
+      : "is not known: write its GiB, as 15.5";
     verdict.textContent =
       `The run needs a card with ${least.toFixed(1)} GiB, gaps and CUDA's own memory included: on ` +
       `yours ${mine}. ${answer}`;
-    const holds = {}; // by size: do all cards of this size hold it?
+    // by size: do all cards of this size hold it?
+    const holds = {};
     for (const [, memory] of data.cards) {
       holds[Math.ceil(memory)] = (holds[Math.ceil(memory)] ?? true) && memory >= least;
     }

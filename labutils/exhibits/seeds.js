@@ -29,7 +29,7 @@ export function mount(root, data) {
   const { steps, rates } = data;
   const start = { rate: rates[0][0], other: "pure_bf16", base: "fp32" };
   const n = data.loss[`${start.rate} ${start.base}`].length;
-  const state = { ...start, n, step: steps.length - 1 };
+  const state = { ...start, n: 2, step: steps.length - 1 };
   const set = (changes) => {
     Object.assign(state, changes);
     show();

@@ -12,8 +12,10 @@ export function short(x, digits = 4) {
   return String(Number(x.toPrecision(digits)));
 }
 
-export const percent = (share) => `${short(100 * share, 3)}\u00a0%`; // never on two lines
-export const whole = (n) => n.toLocaleString("en"); // with commas between thousands
+// never on two lines
+export const percent = (share) => `${short(100 * share, 3)}\u00a0%`;
+// with commas between thousands
+export const whole = (n) => n.toLocaleString("en");
 
 export function superscript(n) {
   return [...String(n)].map((sign) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[sign] ?? "⁻").join("");
@@ -55,10 +57,12 @@ const POWERS = Array.from({ length: 2401 }, (_, i) => 2 ** (i - 1200));
 // The number that a `completed` format stores: the nearest, and of two equally near the even one.
 export function round(x, format) {
   if (Number.isNaN(x)) return x;
-  if (format.exponent === 8 && format.mantissa === 23) return Math.fround(x); // FP32: built in
+  // FP32: built in
+  if (format.exponent === 8 && format.mantissa === 23) return Math.fround(x);
   const size = Math.abs(x);
   const spacing = Math.max(POWERS[exponentOf(size) - format.mantissa + 1200], format.min_subnormal);
-  const steps = size / spacing; // a division by a power of two is exact
+  // a division by a power of two is exact
+  const steps = size / spacing;
   let n = Math.floor(steps);
   const rest = steps - n;
   if (rest > 0.5 || (rest === 0.5 && n % 2 === 1)) n += 1;
@@ -271,7 +275,8 @@ export function chart(label, { height = 260, left = 56, right = 12, top = 12, bo
     draw(marks, "polygon", { points: path, ...plain, ...look });
   }
 
-  let drawn = ""; // the axes that stand
+  // the axes that stand
+  let drawn = "";
   function begin(newHorizontal, newVertical) {
     [horizontal, vertical] = [newHorizontal, newVertical];
     marks.replaceChildren();

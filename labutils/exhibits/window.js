@@ -91,7 +91,7 @@ export function mount(root, data) {
     Object.assign(state, changes);
     split = frames(film, state.n, state.m);
     whole = wholeFrames(film, state.n, state.m);
-    state.moment = Math.round(position * split.length);
+    state.moment = Math.min(Math.round(position * split.length), split.length - 1);
     showSizes();
     showMoment();
   };
@@ -143,7 +143,7 @@ export function mount(root, data) {
     const ceiling = Math.max(ours, theirs);
     showPanel(panels[0], split, ceiling, `${splitName()}, MiB`);
     showPanel(panels[1], whole, ceiling, `${wholeName()}, MiB`);
-    count.show(state.n, `${state.n} micro-batches`);
+    count.show(state.n, state.n === 1 ? "1 micro-batch" : `${state.n} micro-batches`);
     size.show(state.m, `${state.m} sequences`);
     moment.limit(split.length - 1);
     bytes.setHeads(["at this moment, MiB", splitName(), wholeName()]);
