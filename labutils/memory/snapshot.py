@@ -100,7 +100,7 @@ def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
                 (frame["filename"], frame["line"], frame.get("name", "?"))
                 for frame in event.get("frames") or []
             ]
-            line = _own_line(frames) if has_stacks else NO_STACKS
+            line = own_line(frames) if has_stacks else NO_STACKS
             alive[event["addr"]] = event["size"], line
             snapshot.add(*alive[event["addr"]])
         elif event["action"] == "free_completed" and event["addr"] in alive:
@@ -136,7 +136,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}; a snapshot is plain data")
 
 
-def _own_line(frames: Iterable[tuple[str, int, str]]) -> str:
+def own_line(frames: Iterable[tuple[str, int, str]]) -> str:
     """Return "function: source" of the innermost line outside torch, Python and other packages.
 
     A frame is (file, line, function); the innermost comes first. Frames of C++ are passed over. If
@@ -216,7 +216,7 @@ class _AllocationRecorder(TorchDispatchMode):
         if key in self.alive or not n_bytes:
             return
         stack = traceback.extract_stack()[:-2]  # without this method and __torch_dispatch__
-        line = _own_line((f.filename, f.lineno, f.name) for f in reversed(stack))
+        line = own_line((f.filename, f.lineno, f.name) for f in reversed(stack))
         self.snapshot.add(n_bytes, line)
 
         def end(_: weakref.ref) -> None:

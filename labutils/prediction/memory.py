@@ -91,8 +91,12 @@ def predict_module(
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
 
     `optimizer` makes one from parameters, for example `torch.optim.AdamW`. On a card it updates
-    lists of tensors where torch does so by default. The module is left alone.
-    Raises ValueError for an unknown precision.
+    lists of tensors where torch does so by default. The module is left alone. Tensors that model or
+    loss hold beside parameters and buffers are counted with these.
+    Gradients are gone before forward: a loop that calls `zero_grad` between forward and backward
+    has one set of them more at the peak of forward.
+    Raises ValueError for an unknown precision, and, with the line, for a step that depends on its
+    data.
     """
     card = machine.card_of(device)
     trace = traced_module(model, batch, loss_fn, optimizer, precision, card)

@@ -8,7 +8,7 @@ gets (`prediction.memory`), and the time (`prediction.time`).
 
 from __future__ import annotations
 
-import copy
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,13 +18,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # private: no public tensors without data
+from torch._subclasses.fake_tensor import (  # private: no public tensors without data
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode  # private, but documented
 from torch.utils._pytree import tree_leaves, tree_map_only  # private: as torch walks arguments
 
 from labutils.config.card import Card, Gpu
 from labutils.config.choices import PRECISIONS
 from labutils.config.schema import Config
+from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import (
     ACTIVATIONS,
     CAST_WEIGHTS,
@@ -36,6 +44,7 @@ from labutils.memory.ledger import (
     TEMPORARIES,
     WORKSPACES,
 )
+from labutils.memory.snapshot import NO_LINE, own_line
 from labutils.memory.tensors import on_loss_begin, optimizer_tensors
 from labutils.prediction.cuda_rules import PRODUCTS, Rule, borrowed, cuda_rules, outputs_in_order
 from labutils.prediction.work import TENSORS_PER_LAUNCH, Work, work_of
@@ -45,6 +54,13 @@ from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.step import take_step
 from labutils.workload.build import build_optimizer, float32_model
 
+NEEDS_DATA = (  # what torch raises where a step reads what a tensor without data does not have
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
 CATEGORIES = (
     PARAMETERS,
     GRADIENTS,
@@ -59,6 +75,7 @@ LASTING = (PARAMETERS, OPTIMIZER, WORKSPACES)  # what is alive from one step to 
 OPERATION, BIRTH, DEATH = "operation", "birth", "death"
 ON_CPU = torch.device("cpu")
 aten = torch.ops.aten
+LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # how torch.tensor([1]) begins
 
 
 @dataclass(eq=False, slots=True)
@@ -122,6 +139,9 @@ class StorageLog(TorchDispatchMode):
         self.handles: set[bool] = set()
         # On CUDA one launch takes many of the tensors that a CPU takes one by one.
         self.in_lists = False
+        # of any module, tensors that were there before and are no parameter, buffer or batch
+        self.meets_others = False
+        self.others: dict[int, torch.Tensor] = {}
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
@@ -162,6 +182,8 @@ class StorageLog(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation is torch.ops.prim.device.default:  # most calls: a question, no operation
             return operation(*args, **kwargs)
+        if self.meets_others and operation not in LIFTS:
+            args, kwargs = tree_map_only(torch.Tensor, self._without_data, (args, kwargs))
         adds_up = operation is aten.add.Tensor and not torch.is_grad_enabled()
         if adds_up and _adds_in_place(*args[:2]):
             operation = aten.add_.Tensor
@@ -181,6 +203,20 @@ class StorageLog(TorchDispatchMode):
         if self.gpu:
             self._borrow(operation, args)
         return out
+
+    def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, or for one with data its counterpart, which stands from now on."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.requires_grad:
+            raise ValueError(
+                f"a tensor {tuple(tensor.shape)} that requires a gradient is no parameter of the "
+                "model: register it as one"
+            )
+        if id(tensor) not in self.others:
+            self.others[id(tensor)] = _twin(tensor)
+            self.name(self.others[id(tensor)], PARAMETERS)
+        return self.others[id(tensor)]
 
     def _category_of(self, operation: Any, args: tuple) -> str:
         """Return what a tensor is for that an operation makes in this phase."""
@@ -308,24 +344,65 @@ def traced_module(
 
     On a card the optimizer updates lists of tensors where CUDA's default does: its temporaries are
     then as large as all tensors of a group, not as one (`foreach` in `torch.optim.AdamW`).
+    Tensors that model or loss hold beside parameters and buffers are counted with these. Raises
+    ValueError, with the line, where a step depends on its data.
     """
-    with fake_world(card.gpu) as (log, fake):
-        # a deep copy in which every tensor already has its counterpart without data
-        twins = {id(tensor): _twin(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        twin = copy.deepcopy(model, twins)
-        updates = optimizer(twin.parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise ValueError(f"give what makes the optimizer from parameters, as torch.optim.{name}")
+    with fake_world(card.gpu) as (log, fake), without_data(model):
+        updates = optimizer(model.parameters())
         for group in updates.param_groups if card.gpu else ():
             is_open = group.get("foreach", False) is None
             if is_open and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
-        return trace_step(
-            twin.train(),
-            [tree_map_only(torch.Tensor, lambda tensor: fake.from_tensor(_twin(tensor)), batch)],
-            loss_fn,
-            updates,
-            log,
-            autocast=partial(precision.autocast, precision_name, ON_CPU),
-        )
+        batch = tree_map_only(torch.Tensor, lambda x: fake.from_tensor(_twin(x)), batch)
+        log.meets_others = True
+        try:
+            return trace_step(
+                model.train(),
+                [batch],
+                loss_fn,
+                updates,
+                log,
+                autocast=partial(precision.autocast, precision_name, ON_CPU),
+            )
+        except NEEDS_DATA as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            places = [
+                (frame.filename, frame.lineno, frame.name)
+                for frame in reversed(frames)
+                if not frame.filename.startswith(str(REFERENCE_DIR.parent))
+            ]
+            line = own_line(places)
+            place = "backward or the optimizer" if line == NO_LINE else line
+            raise ValueError(
+                "cannot be predicted: this step depends on its data, or on an operation without a "
+                f"rule, in {place} ({type(error).__name__}: {error})"
+            ) from None
+
+
+@contextmanager
+def without_data(model: nn.Module) -> Iterator[None]:
+    """Inside, a model's parameters and buffers have no data. Afterwards all is as before."""
+    before = []
+    twins: dict[int, torch.Tensor] = {}
+    modes = [(module, module.training) for module in model.modules()]
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                before.append((module, name, tensor))
+    try:
+        for module, name, tensor in before:
+            if id(tensor) not in twins:
+                twins[id(tensor)] = _twin(tensor)
+            setattr(module, name, twins[id(tensor)])
+        yield
+    finally:
+        for module, name, tensor in before:
+            setattr(module, name, tensor)
+        for module, mode in modes:
+            module.training = mode
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:

@@ -170,6 +170,61 @@ def test_any_module_is_predicted_in_training_mode_and_left_alone(has_adapters):
     assert real.categories[OPTIMIZER] == pytest.approx(8 * n_trained, rel=0.01)
 
 
+class Other(nn.Module):
+    """A linear layer, and what a module may do besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mask = nn.Linear(256, 256), torch.ones(64, 256)
+        layer = self.layer
+        self.behind = lambda x: layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(x) * self.mask
+
+
+def test_tensors_beside_parameters_and_batch_are_counted():
+    model, batch = Other(), torch.randn(64, 256)
+    weight, targets = torch.ones(256), torch.zeros(64, dtype=torch.int64)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(x), targets, weight=weight)
+
+    before = [id(tensor) for tensor in (*model.parameters(), model.mask)]
+    predicted = predict_module(model, batch, loss_fn, adam, device="cpu")
+    assert [id(tensor) for tensor in (*model.parameters(), model.mask)] == before
+    real = measured_second_step(model, adam(model.parameters()), [batch], loss_fn)
+    others = weight.nbytes + targets.nbytes + model.mask.nbytes  # it does not see these three
+    assert predicted.peak_bytes == SAME_BYTES(real.peak_bytes + others)
+
+
+def on_condition(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum() if model(x).mean() > 0 else model(x).mean()
+
+
+def with_a_stranger(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) * STRANGER).sum()
+
+
+STRANGER = torch.ones(8, requires_grad=True)
+LAYER = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "optimizer", "words"),
+    [
+        (on_condition, adam, "in on_condition: return .* if model"),
+        (with_a_stranger, adam, r"\(8,\) that requires a gradient is no parameter"),
+        (squares, adam(LAYER.parameters()), "what makes the optimizer .* torch.optim.Adam"),
+        (squares, torch.optim.Adafactor, "backward or the optimizer"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said_with_its_line(loss_fn, optimizer, words):
+    with pytest.raises(ValueError, match=words):
+        predict_module(LAYER, torch.ones(4, 8), loss_fn, optimizer)
+    assert type(LAYER.weight) is nn.Parameter and LAYER.weight.device == CPU
+
+
 @pytest.mark.parametrize(
     ("card", "precision", "n_bytes"),  # read off torch's CUDA allocator, without a card
     [("h200", "fp32", 289440768), ("h200", "bf16", 124683264), ("t4", "fp16", 238584832)],
