@@ -14,12 +14,12 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_408, 7_680),
-    "tests": (42_689, 6_448),
+    "labutils": (47_500, 7_698),
+    "tests": (42_975, 6_485),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_292, []),
-    "engine": (11_408, ["prediction"]),
+    "engine": (11_500, ["prediction"]),
     "desk": (11_708, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/

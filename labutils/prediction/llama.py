@@ -105,5 +105,5 @@ def traced_ledger(
     card = machine.card_of(device)
     batch = {"input_ids": ids, "labels": ids}
     loss_fn = lambda model, batch: model(**batch).loss  # noqa: E731
-    trace = traced_module(model, batch, loss_fn, updates, precision, card)
+    trace = traced_module(model, [batch], loss_fn, updates, precision, card)
     return ledger_of(trace, f"predicted for {card.name}", DEFAULT)

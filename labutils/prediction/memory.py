@@ -87,20 +87,29 @@ def predict_module(
     *,
     precision: str = "fp32",
     device: Device = "a100",
+    grad_accum_steps: int = 1,
+    max_grad_norm: float = 0.0,
+    keeps_gradients: bool = False,
 ) -> MemoryLedger:
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
+
+    The step adds up the gradients of so many micro-batches, each like `batch`, and clips their norm
+    if `max_grad_norm` is above 0.
 
     `optimizer` makes one from parameters, for example `torch.optim.AdamW`. On a card it updates
     lists of tensors where torch does so by default. The module is left alone. Tensors that model or
     loss hold beside parameters and buffers are counted with these.
-    Gradients are gone before forward: a loop that calls `zero_grad` between forward and backward
-    has one set of them more at the peak of forward.
+    Gradients are gone before forward, unless it `keeps_gradients`: a loop that calls `zero_grad`
+    between forward and backward has those of the last step until then.
     Raises ValueError for an unknown precision, and, with the line, for a step that depends on its
     data.
     """
     card = machine.card_of(device)
-    trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
-    return prediction_of(trace, card).ledger
+    batches = [batch] * min(grad_accum_steps, 2)  # a second one meets the gradients of the first
+    trace = traced_module(
+        model, batches, loss_fn, optimizer, precision, card, max_grad_norm, keeps_gradients
+    )
+    return prediction_of(trace, card, grad_accum_steps).ledger
 
 
 def needed_gib(ledger: MemoryLedger, device: Device = "a100") -> float:

@@ -183,7 +183,7 @@ def predict_module_time(
     `n_tokens` of the batch are needed for `tokens_per_s` alone.
     """
     card = machine.card_of(device)
-    trace = traced_module(model, batch, loss_fn, optimizer, precision, card)
+    trace = traced_module(model, [batch], loss_fn, optimizer, precision, card)
     clock = Clock(card, tf32=PRECISIONS[precision].tf32)
     clock.run(segments_of(trace, 1))
     return clock.ledger(n_tokens, is_small=False)

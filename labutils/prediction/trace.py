@@ -334,11 +334,13 @@ class _Undivided:
 
 def traced_module(
     model: nn.Module,
-    batch: Any,
+    batches: list[Any],
     loss_fn: LossFn,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     precision_name: str,
     card: Card,
+    max_grad_norm: float = 0.0,
+    keeps_gradients: bool = False,
 ) -> Trace:
     """Return the trace of one step of any module on a card. The module is left alone.
 
@@ -356,16 +358,28 @@ def traced_module(
             is_open = group.get("foreach", False) is None
             if is_open and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
-        batch = tree_map_only(torch.Tensor, lambda x: fake.from_tensor(_twin(x)), batch)
+        batches = tree_map_only(torch.Tensor, lambda x: fake.from_tensor(_twin(x)), batches)
         log.meets_others = True
+
+        def loss_beside_gradients(model: nn.Module, batch: Any) -> torch.Tensor:
+            old = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+            for parameter in old:
+                parameter.grad = torch.empty_like(parameter)
+                log.name(parameter.grad, GRADIENTS)
+            loss = loss_fn(model, batch)
+            for parameter in old:
+                parameter.grad = None
+            return loss
+
         try:
             return trace_step(
                 model.train(),
-                [batch],
-                loss_fn,
+                batches,
+                loss_beside_gradients if keeps_gradients else loss_fn,
                 updates,
                 log,
                 autocast=partial(precision.autocast, precision_name, ON_CPU),
+                max_grad_norm=max_grad_norm,
             )
         except NEEDS_DATA as error:
             frames = traceback.extract_tb(error.__traceback__)

@@ -170,6 +170,48 @@ def test_any_module_is_predicted_in_training_mode_and_left_alone(has_adapters):
     assert real.categories[OPTIMIZER] == pytest.approx(8 * n_trained, rel=0.01)
 
 
+def test_any_module_may_accumulate_and_clip():
+    model, batch = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)), torch.randn(8, 256)
+    ledgers = {}
+    for options in ({}, {"grad_accum_steps": 3}, {"grad_accum_steps": 3, "max_grad_norm": 1.0}):
+        predicted = predict_module(model, batch, squares, adam, device="cpu", **options)
+        n, max_norm = options.get("grad_accum_steps", 1), options.get("max_grad_norm", 0.0)
+        real = measured_second_step(
+            model,
+            adam(model.parameters()),
+            n * [batch],
+            squares,
+            precision="fp32",
+            max_grad_norm=max_norm,
+        )
+        assert predicted.peak_bytes == SAME_BYTES(real.peak_bytes)
+        ledgers[len(options)] = predicted.phases
+    assert ledgers[1]["backward"] != ledgers[0]["backward"]  # all gradients, and one beside its own
+    on_a_card = [predict_module(model, batch, squares, adam, max_grad_norm=x) for x in (0.0, 1.0)]
+    assert on_a_card[0].phases["optimizer"] != on_a_card[1].phases["optimizer"]
+
+
+def test_a_loop_may_keep_gradients_until_backward():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    optimizer, batch = torch.optim.SGD(model.parameters()), torch.randn(600, 256)
+    for _ in range(2):
+        before = lab.allocated_bytes(CPU)
+        with lab.peak_allocated(CPU) as peak:
+            loss = squares(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        del loss
+    rise = [
+        predict_module(model, batch, squares, torch.optim.SGD, device="cpu", keeps_gradients=keeps)
+        for keeps in (False, True)
+    ]
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert rise[1].phases["loss"]["gradients"] == gradients > rise[0].phases["loss"]["gradients"]
+    # beside weights and gradients, which were there before; on a CPU the batch is not counted
+    assert rise[1].peak_bytes == SAME_BYTES(peak.n_bytes - before + 2 * gradients)
+
+
 class Other(nn.Module):
     """A linear layer, and what a module may do besides."""
 

@@ -37,7 +37,7 @@ def works_of(trace):
 
 
 def trace_of(model, batch, loss_fn, precision="fp32"):
-    return traced_module(model, batch, loss_fn, torch.optim.AdamW, precision, CARDS["a100"])
+    return traced_module(model, [batch], loss_fn, torch.optim.AdamW, precision, CARDS["a100"])
 
 
 def test_flops_are_those_that_torch_counts_in_a_real_step():
