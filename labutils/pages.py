@@ -233,8 +233,10 @@ class _PageExporter(HTMLExporter):
     @pass_context
     def markdown2html(self, context: Any, source: str) -> str:
         attachments = context.get("cell", {}).get("attachments", {})
-        pictures = {"attachments": attachments, "embed_images": True, "path": str(REPO_DIR)}
-        return MarkdownWithMath(_Renderer(escape=False, **pictures)).render(source)
+        renderer = _Renderer(
+            escape=False, attachments=attachments, embed_images=True, path=str(REPO_DIR)
+        )
+        return MarkdownWithMath(renderer).render(source)
 
 
 def page(notebook: nbformat.NotebookNode, name: str = "") -> str:

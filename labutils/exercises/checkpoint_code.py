@@ -16,13 +16,14 @@ from labutils.exercises.core import Problem, exercise
 from labutils.memory.tensors import saved_for_backward
 
 EXACT = 1e-9  # relative; most trials count in float64, which autocast leaves alone
-# dropout, dtype, autocast's dtype or None for none, and where
+# dropout, dtype, autocast's dtype or None for none, and where; with dropout also on a card
 TRIALS = (
-    (0.0, torch.float64, torch.bfloat16, "cpu"),
+    (0.0, torch.float64),
+    (0.5, torch.float64),
     (0.5, torch.float64, torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu"),
-    (0.0, torch.float32, torch.bfloat16, "cpu"),
-    (0.0, torch.float32, torch.float16, "cpu"),
-    (0.0, torch.float32, None, "cpu"),
+    (0.0, torch.float32),
+    (0.0, torch.float32, torch.float16),
+    (0.0, torch.float32, None),
 )
 TORCH_OWN = "CheckpointFunction"  # the name of the Function inside torch's older implementation
 MISTAKES = {  # words of an error that torch raises, and what they mean here
@@ -55,7 +56,7 @@ class Trial:
 def run(
     make_net: Callable[[], nn.Module],
     forward: Callable[[Any], torch.Tensor],
-    cast: torch.dtype | None = torch.bfloat16,
+    cast: Any = torch.bfloat16,
     device: str = "cpu",
 ) -> Trial:
     """Run `forward(net)` under autocast, and backward, on a new network, the same one each time.
@@ -109,15 +110,12 @@ class Segment(nn.Module):
         return torch.where(mask, hidden, 0.0).exp()
 
 
-def run_segment(
-    apply: Callable, dropout: float, dtype: torch.dtype, cast: torch.dtype | None, device: str
-) -> Trial:
+def run_segment(apply: Callable, dropout: float, dtype: torch.dtype, *where: Any) -> Trial:
     """Run `apply(fn, x, y, mask, offset)`: x is no leaf, y is one, and mask is boolean."""
     return run(
         lambda: Segment(dropout).to(dtype),
         lambda net: apply(net, 3 * net.first_input, net.second_input, net.mask, net.offset),
-        cast,
-        device,
+        *where,
     )
 
 
@@ -134,13 +132,13 @@ def plain(function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
 def own_checkpoint(answer: Callable) -> Problem:
     """Check `answer(fn, *inputs)`: the value and the gradients of `fn(*inputs)`, with less kept."""
     try:
-        trial, with_dropout, *in_float32 = (run_segment(answer, *each) for each in TRIALS)
+        trial, *others = (run_segment(answer, *each) for each in TRIALS)
     except RuntimeError as error:
         for words, meaning in MISTAKES.items():
             if words in str(error):
                 return f"{meaning} (torch: {str(error).splitlines()[0]})"
         raise
-    right, right_with_dropout, *right_in_float32 = (run_segment(plain, *each) for each in TRIALS)
+    right, *rights = (run_segment(plain, *each) for each in TRIALS)
     if not torch.equal(trial.output, right.output):
         return "the output is not that of fn(*inputs)."
     if trial.runs["linear"] == 1:
@@ -153,13 +151,13 @@ def own_checkpoint(answer: Callable) -> Problem:
         return f"{-spare_bytes} bytes more than the inputs are kept. Keep the inputs only."
     if problem := wrong_gradient(trial, right):
         return problem
-    if wrong_gradient(with_dropout, right_with_dropout):
+    if any(map(wrong_gradient, others[:2], rights)):
         return (
             "right without dropout, wrong with it: the second run drew other masks. What belongs "
             "to a checkpoint beside the input?"
         )
     # right ones are 0 off, as torch's checkpoint is; a second run without autocast by 1.7e-3
-    if any(map(wrong_gradient, in_float32, right_in_float32, (1e-4, 1e-4, 1e-4))):
+    if any(map(wrong_gradient, others[2:], rights[2:], 3 * [1e-4])):
         return (
             "the second run computed in another precision than the first, which ran under "
             "autocast to BF16, to FP16, and without. What does `ByHand` note besides the "
@@ -170,7 +168,7 @@ def own_checkpoint(answer: Callable) -> Problem:
             "right, but in the second run each float input requires a gradient. One of them needs "
             "none, so its gradient is computed for nothing. Ask each input for its requires_grad."
         )
-    if not torch.equal(with_dropout.random_after, right_with_dropout.random_after):
+    if not torch.equal(others[1].random_after, rights[1].random_after):
         return (
             "right gradients, but the random numbers drawn after backward are not those of a run "
             "without checkpoints. Put the state of the generator back."

@@ -95,8 +95,6 @@ export function draw(parent, tag, attributes = {}, text = "") {
 
 export const paragraph = (...children) => make("p", {}, ...children);
 export const button = (text, onclick) => make("button", { type: "button", onclick }, text);
-export const group = (title, ...children) =>
-  make("fieldset", {}, make("legend", {}, title), ...children);
 export const details = (title, ...children) =>
   make("details", {}, make("summary", {}, title), ...children);
 
@@ -341,8 +339,8 @@ export function layout(root, say, { controls, picture, numbers, folded = [] }) {
   );
 }
 
-// A button that goes on by itself until the end, or until it is pressed again; at the end it
-// starts anew. `step(isFirst)` goes on and tells whether that was not the end.
+// A button that goes on by itself until the end, or until it is pressed again. Pressed at the end it
+// starts anew: `step(true)`.
 export function player(step, isAtEnd, ms = 160) {
   let timer = 0;
   const stop = () => {

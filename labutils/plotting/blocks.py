@@ -70,9 +70,9 @@ def layout(
 ) -> tuple[dict[str, list[Box]], list[Box]]:
     """Return ({who asked: boxes of its blocks}, boxes of the segments) of an allocator's history.
 
-    Segments are stacked in the order of
-    their birth, so that a place is a number of reserved bytes. A segment that goes back to the
-    driver is drawn to the end. Blocks in segments from before the recording are left out.
+    Segments are stacked in the order of their birth, so that a place is a number of reserved bytes.
+    One that goes back to the driver is drawn to the end. Blocks in segments from before the
+    recording are left out.
     """
     segments: dict[int, Box] = {}  # by address
     living: dict[int, Box] = {}  # by address

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (  # private: no public tensors withou
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode  # private, but documented
@@ -57,7 +56,6 @@ from labutils.workload.build import build_optimizer, float32_model
 NEEDS_DATA = (  # what torch raises where a step reads what a tensor without data does not have
     DataDependentOutputException,
     DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     NotImplementedError,
 )
@@ -75,7 +73,6 @@ LASTING = (PARAMETERS, OPTIMIZER, WORKSPACES)  # what is alive from one step to 
 OPERATION, BIRTH, DEATH = "operation", "birth", "death"
 ON_CPU = torch.device("cpu")
 aten = torch.ops.aten
-LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # how torch.tensor([1]) begins
 
 
 @dataclass(eq=False, slots=True)
@@ -139,9 +136,8 @@ class StorageLog(TorchDispatchMode):
         self.handles: set[bool] = set()
         # On CUDA one launch takes many of the tensors that a CPU takes one by one.
         self.in_lists = False
-        # of any module, tensors that were there before and are no parameter, buffer or batch
-        self.meets_others = False
-        self.others: dict[int, torch.Tensor] = {}
+        # of any module, by id: tensors that are no parameter, buffer or batch, and their twins
+        self.others: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
@@ -182,7 +178,8 @@ class StorageLog(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation is torch.ops.prim.device.default:  # most calls: a question, no operation
             return operation(*args, **kwargs)
-        if self.meets_others and operation not in LIFTS:
+        # a lift is how torch.tensor([1]) begins: a tensor of this step, with data
+        if self.others is not None and operation is not aten.lift_fresh.default:
             args, kwargs = tree_map_only(torch.Tensor, self._without_data, (args, kwargs))
         adds_up = operation is aten.add.Tensor and not torch.is_grad_enabled()
         if adds_up and _adds_in_place(*args[:2]):
@@ -214,9 +211,9 @@ class StorageLog(TorchDispatchMode):
                 "model: register it as one"
             )
         if id(tensor) not in self.others:
-            self.others[id(tensor)] = _twin(tensor)
-            self.name(self.others[id(tensor)], PARAMETERS)
-        return self.others[id(tensor)]
+            self.others[id(tensor)] = tensor, _twin(tensor)
+            self.name(self.others[id(tensor)][1], PARAMETERS)
+        return self.others[id(tensor)][1]
 
     def _category_of(self, operation: Any, args: tuple) -> str:
         """Return what a tensor is for that an operation makes in this phase."""
@@ -350,8 +347,10 @@ def traced_module(
     ValueError, with the line, where a step depends on its data.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        name = type(optimizer).__name__
-        raise ValueError(f"give what makes the optimizer from parameters, as torch.optim.{name}")
+        raise ValueError(
+            "give what makes the optimizer from parameters, as torch.optim."
+            f"{type(optimizer).__name__}"
+        )
     with fake_world(card.gpu) as (log, fake), without_data(model):
         updates = optimizer(model.parameters())
         for group in updates.param_groups if card.gpu else ():
@@ -359,7 +358,7 @@ def traced_module(
             if is_open and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
         batches = tree_map_only(torch.Tensor, lambda x: fake.from_tensor(_twin(x)), batches)
-        log.meets_others = True
+        log.others = {}
 
         def loss_beside_gradients(model: nn.Module, batch: Any) -> torch.Tensor:
             old = [p for p in model.parameters() if p.requires_grad and p.grad is None]
@@ -384,15 +383,14 @@ def traced_module(
         except NEEDS_DATA as error:
             frames = traceback.extract_tb(error.__traceback__)
             places = [
-                (frame.filename, frame.lineno, frame.name)
+                (*frame,)[:3]
                 for frame in reversed(frames)
-                if not frame.filename.startswith(str(REFERENCE_DIR.parent))
+                if str(REFERENCE_DIR.parent) not in frame.filename
             ]
-            line = own_line(places)
-            place = "backward or the optimizer" if line == NO_LINE else line
+            place = own_line(places).replace(NO_LINE, "backward or the optimizer")
             raise ValueError(
                 "cannot be predicted: this step depends on its data, or on an operation without a "
-                f"rule, in {place} ({type(error).__name__}: {error})"
+                f"rule, in {place} ({error!r})"
             ) from None
 
 
@@ -401,7 +399,7 @@ def without_data(model: nn.Module) -> Iterator[None]:
     """Inside, a model's parameters and buffers have no data. Afterwards all is as before."""
     before = []
     twins: dict[int, torch.Tensor] = {}
-    modes = [(module, module.training) for module in model.modules()]
+    attributes = [(module, {**vars(module)}) for module in model.modules()]
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -413,10 +411,11 @@ def without_data(model: nn.Module) -> Iterator[None]:
             setattr(module, name, twins[id(tensor)])
         yield
     finally:
+        for module, own in attributes:  # what forward has set goes; the mode comes back
+            vars(module).clear()
+            vars(module).update(own)
         for module, name, tensor in before:
             setattr(module, name, tensor)
-        for module, mode in modes:
-            module.training = mode
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,9 +99,9 @@ def dumped(path: Path, *traces: object) -> Path:
 
 
 def test_places_of_another_machine_have_their_files_and_packages_are_passed_over(tmp_path):
-    lib = "/opt/conda/lib/python3.10"
+    lib = "/elsewhere/lib/python3.10"
     stacks = [
-        [(f"{lib}/contextlib.py", 79, "inner"), ("/home/u/net/model.py", 57, "forward")],
+        [(f"{lib}/contextlib.py", 79, "inner"), ("/elsewhere/net/model.py", 57, "forward")],
         [(f"{lib}/site-packages/einops/x.py", 1, "x"), ("C:\\u\\loss\\model.py", 57, "forward")],
         [(f"{lib}/site-packages/torch/a.py", 1, "a"), (f"{lib}/site-packages/b/c.py", 2, "d")],
     ]

@@ -14,17 +14,21 @@ SECRETS = r"\b24 (times|runs)|\b20 segments"  # not in hints, nor in the noteboo
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx, fn, *inputs):
-        ctx.fn, ctx.state = fn, torch.get_rng_state()
-        dtype, is_on = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
-        ctx.autocast = torch.autocast("cpu", dtype, is_on)
+        kind, ctx.fn, ctx.state = inputs[0].device.type, fn, torch.get_rng_state()
+        ctx.gpu_state = torch.cuda.get_rng_state() if kind == "cuda" else None
+        dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.autocast = torch.autocast(kind, dtype, is_on)
         ctx.save_for_backward(*inputs)
         return fn(*inputs)
 
     @staticmethod
     def backward(ctx, gradient):
         again = [one.detach().requires_grad_(one.requires_grad) for one in ctx.saved_tensors]
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), ctx.autocast:
+        gpus = [one.device for one in again[:1] if one.is_cuda]
+        with torch.random.fork_rng(gpus), torch.enable_grad(), ctx.autocast:
             torch.set_rng_state(ctx.state)
+            if gpus:
+                torch.cuda.set_rng_state(ctx.gpu_state)
             output = ctx.fn(*again)
         output.backward(gradient)
         return None, *[one.grad for one in again]
@@ -35,7 +39,7 @@ def applied(*changes):
     return broken(Own, *changes).apply
 
 
-FORK = "torch.random.fork_rng(devices=[]), torch.enable_grad()"
+FORK = "torch.random.fork_rng(gpus), torch.enable_grad()"
 NO_AUTOCAST = (", ctx.autocast:", ":")
 # torch's own decorators note the autocast of forward, and switch it on in backward
 BY_DECORATORS = [
@@ -99,7 +103,7 @@ SOLUTIONS = {
             "Are the inputs detached": applied((DETACH, "one")),
             "first_input gets no gradient": applied((DETACH, "one.detach()")),
             "a mask of booleans": applied((DETACH, "one.detach().requires_grad_()")),
-            "Is autograd switched on": applied((FORK, "torch.random.fork_rng(devices=[])")),
+            "Is autograd switched on": applied((FORK, "torch.random.fork_rng(gpus)")),
             "one gradient for each argument": applied(
                 (RETURN, "return tuple(one.grad for one in again)")
             ),
