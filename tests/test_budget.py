@@ -14,11 +14,11 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_500, 7_698),
-    "tests": (42_975, 6_485),
+    "labutils": (47_644, 7_714),
+    "tests": (43_272, 6_514),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_292, []),
+    "kit": (24_439, []),
     "engine": (11_500, ["prediction"]),
     "desk": (11_708, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }

@@ -214,9 +214,10 @@ def test_the_allocators_rules_are_torchs(conf, cap_mib):
 
 BLOCK = {"gradient_checkpointing": "block", "seq_len": 1024}
 LEAN = {"optimizer": "adamw_8bit", "optimizer_in_backward": True, "max_grad_norm": 0.0}
+CHANGES = [{}, BLOCK, BLOCK | LEAN | {"loss_chunk_tokens": 512}, {"optimizer": "muon"}]
 
 
-@pytest.mark.parametrize("changes", [{}, BLOCK, BLOCK | LEAN | {"loss_chunk_tokens": 512}], ids=str)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("expandable", [False, True])
 def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
     """Three steps from an empty allocator (else `Trials` raises RuntimeError); then under the

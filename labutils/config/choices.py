@@ -115,6 +115,7 @@ OPTIMIZERS = Rows(
         moment_bits=8,
         has_implementations=False,
     ),
+    Optimizer("muon", "in blocks", is_adamw=False),
     Optimizer("sgd", is_adamw=False),
 )
 SMALLEST_STATE = OPTIMIZERS["adamw_8bit"]

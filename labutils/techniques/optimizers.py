@@ -1,4 +1,4 @@
-"""Optimizers: torch's own, and AdamW with moments and weights in fewer bits."""
+"""Optimizers: torch's own, Muon beside AdamW, and AdamW with moments and weights in fewer bits."""
 
 from __future__ import annotations
 
@@ -42,9 +42,39 @@ def build_optimizer(
             return torch.optim.SGD(groups, lr=learning_rate, momentum=MOMENTUM, **own)
         case "adamw":
             return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **own)
+        case "muon":
+            embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+            adamw = {"lr": learning_rate, "betas": BETAS} | own
+            # Updates as large as AdamW's, so that its rate fits (Liu et al. 2025, 2502.16982).
+            muon = {"lr": learning_rate, "use_muon": True, "adjust_lr_fn": "match_rms_adamw"}
+            inner = {"params": [p for p in matrices if p not in embeddings]}
+            groups.append(groups[0] | muon | inner)
+            groups[0]["params"] = [p for p in matrices if p in embeddings]
+            return MuonWithAdamW([adamw | group for group in groups])
         case "adamw_bf16" | "adamw_8bit":
             return LowBitAdamW(groups, lr=learning_rate, betas=BETAS, bits=bits)
     raise ValueError(f"{optimizer!r} has a row in `choices`, and no code in `build_optimizer`")
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for groups that say `use_muon`, all of matrices; AdamW for the others.
+
+    Muon (Jordan 2024, kellerjordan.github.io/posts/muon) keeps one number per parameter, a moving
+    average of gradients, and moves a matrix by the nearest orthogonal one, found by five rounds of
+    matrix multiplications in bfloat16. Embeddings are no such matrices: they look rows up.
+    A group has the `lr` and the options of its rule.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"use_muon": False})
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            rule = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
+            of_group = rule([group])
+            of_group.state = self.state
+            of_group.step()
 
 
 def round_stochastically(x: torch.Tensor) -> torch.Tensor:

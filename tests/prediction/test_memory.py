@@ -102,6 +102,9 @@ def cases() -> list:
         {"gradient_checkpointing": "block", "precision": "fp16"},
         LEAN,
         LEAN | {"optimizer": "adamw_bf16", "precision": "pure_bf16"},
+        {"optimizer": "muon", "precision": "pure_bf16"},
+        {"optimizer": "muon", "precision": "fp16", "tokens_per_step": 192},
+        LEAN | {"optimizer": "muon", "optimizer_in_backward": True},
         LEAN
         | {"precision": "pure_bf16", "optimizer_in_backward": True, "loss_chunk_tokens": 64}
         | {"gradient_checkpointing": "block"},

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import labutils as lab
 from labutils.memory.tensors import optimizer_tensors, tensor_bytes
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
 from labutils.techniques.optimizers import (
+    BETAS,
     BLOCK,
     LowBitAdamW,
+    build_optimizer,
     dequantize,
     quantize,
     round_stochastically,
@@ -136,3 +139,36 @@ def test_an_optimizer_inside_backward_that_is_gone_updates_nothing():
     squared_error_sum(model, regression_batches(1)[0]).backward()
     assert all(map(torch.equal, before, model.parameters()))
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_muon_moves_what_lies_in_blocks_and_adamw_the_rest_also_from_a_loaded_state():
+    """Beside torch's two optimizers, each of its own parameters."""
+
+    def gradients(model):
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+
+    ours, theirs = lab.build_model(), lab.build_model()
+    theirs.load_state_dict(ours.state_dict())
+    build = partial(build_optimizer, optimizer="muon", implementation="fused", weight_decay=0.1)
+    optimizer = build(ours, learning_rate=0.01)
+    inner = [p for name, p in theirs.named_parameters() if ".h." in name and p.dim() == 2]
+    embeddings = [theirs.transformer.wte.weight, theirs.transformer.wpe.weight]
+    vectors = [p for p in theirs.parameters() if p.dim() == 1]
+    rest = [{"params": embeddings}, {"params": vectors, "weight_decay": 0.0}]
+    muon = torch.optim.Muon(inner, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=0.01, betas=BETAS, weight_decay=0.1, fused=True)
+    for _ in range(2):
+        for model, optimizers in ((ours, [optimizer]), (theirs, [muon, adamw])):
+            gradients(model)
+            for one in optimizers:
+                one.step()
+        loaded = build(ours, learning_rate=1.0)
+        loaded.load_state_dict(optimizer.state_dict())
+        optimizer = loaded
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q)
+    n_inner = sum(p.numel() for p in inner)
+    n_rest = sum(p.numel() for p in ours.parameters()) - n_inner
+    n_bytes = tensor_bytes(optimizer_tensors(optimizer))
+    assert n_bytes == pytest.approx(4 * n_inner + 8 * n_rest, abs=4 * 200)  # and a step count each
