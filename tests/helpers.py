@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -49,6 +50,22 @@ class SharedKeys(nn.Module):
 
 def mean_of_squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().square().mean()
+
+
+def cross_entropy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return the loss as most loops have it, of whatever dtype the logits are."""
+    logits = model(x).flatten(0, 1)
+    targets = torch.zeros(len(logits), dtype=torch.int64, device=x.device)
+    return nn.functional.cross_entropy(logits, targets)
+
+
+def modules_with_rules() -> dict[str, tuple[nn.Module, Callable]]:
+    """Return modules, of `(4, 512, 512)`, and losses for which CUDA has kernels that a CPU lacks."""
+    normed = nn.Sequential(nn.Linear(512, 512), nn.RMSNorm(512), nn.Linear(512, 4096))
+    return {
+        "shared keys": (nn.Sequential(SharedKeys(), SharedKeys()), mean_of_squares),
+        "cross entropy": (normed, cross_entropy),
+    }
 
 
 def read_notebook(path: str) -> nbformat.NotebookNode:

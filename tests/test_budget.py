@@ -14,16 +14,16 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_644, 7_714),
-    "tests": (43_272, 6_514),
+    "labutils": (48_077, 7_765),
+    "tests": (43_558, 6_553),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_439, []),
-    "engine": (11_500, ["prediction"]),
+    "engine": (11_930, ["prediction"]),
     "desk": (11_708, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_149  # README, INSTRUCTORS and the package's README
+WORDS = 3_195  # README, INSTRUCTORS and the package's README
 FURTHER = 14  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

@@ -22,7 +22,7 @@ from labutils.techniques.adapters import add_lora
 from labutils.training.record import RunRecord
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import POLICIES, REPO, SharedKeys, in_a_process, mean_of_squares, predicted_on
+from tests.helpers import POLICIES, REPO, in_a_process, modules_with_rules, predicted_on
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -182,17 +182,18 @@ def test_any_module_s_peak_is_the_allocators_for_each_adamw(kind, frozen):
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_queries_that_share_keys_take_the_allocators_bytes(name):
-    net, x = torch.nn.Sequential(SharedKeys(), SharedKeys()), torch.ones(4, 512, 512)
+@pytest.mark.parametrize("module", modules_with_rules())
+def test_modules_for_which_cuda_has_other_kernels_take_the_allocators_bytes(module, name):
+    (net, loss_fn), x = modules_with_rules()[module], torch.ones(4, 512, 512)
     if not lab.support(name, CUDA).ok:
         pytest.skip(lab.support(name, CUDA).reason)
     adamw = torch.optim.AdamW
-    predicted = lab.predict_module(net, x, mean_of_squares, adamw, precision=name, device="this")
+    predicted = lab.predict_module(net, x, loss_fn, adamw, precision=name, device="this")
     optimizer = adamw(net.to(CUDA).parameters())
     for _ in range(2):  # the first step makes the moments
         with lab.peak_allocated(CUDA) as peak:
             with precision.autocast(name, CUDA):
-                loss = mean_of_squares(net, x.to(CUDA))
+                loss = loss_fn(net, x.to(CUDA))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

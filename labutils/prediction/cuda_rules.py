@@ -8,6 +8,7 @@ an operation's kernels take from the allocator for themselves while they run.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,10 +26,11 @@ aten = torch.ops.aten
 # are given.
 FLOAT32_ON_CUDA = """
 pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar layer_norm native_layer_norm rms_norm group_norm
-softmax.int log_softmax.int exp expm1 log log1p log2 reciprocal rsqrt softplus logsumexp
-sum sum.dim_IntList cumsum cumprod prod prod.dim_int
-linalg_vector_norm cosine_similarity binary_cross_entropy_with_logits
+exp expm1 log log1p log2 reciprocal rsqrt softplus logsumexp cumsum cumprod prod prod.dim_int
+cosine_similarity binary_cross_entropy_with_logits
 """
+# It asks these for a result in float32, if nobody asks for another: their inputs are not copied.
+FLOAT32_RESULTS = "softmax.int log_softmax.int sum sum.dim_IntList linalg_vector_norm"
 
 
 @contextmanager
@@ -48,6 +50,31 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
                 return operation(*[_widened(a) for a in args], **options)
 
         return call
+
+    def with_float32_results(operation: Callable) -> Callable:
+        _, *names = (argument.name for argument in operation._schema.arguments)
+
+        def call(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+            options |= dict(zip(names, args, strict=False))
+            if x.is_floating_point() and options.get("dtype") is None:
+                options["dtype"] = torch.float32
+            with torch._C._ExcludeDispatchKeyGuard(no_autocast):
+                return operation(x, **options)
+
+        return call
+
+    def softmax(kernel: Callable) -> Callable:
+        def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            # one kernel reads float16 and writes float32; there is none for bfloat16
+            is_wider = x.dtype == torch.float16 and dtype == torch.float32
+            return kernel(x if is_wider or dtype is None else x.to(dtype), dim, is_wider)
+
+        return call
+
+    def rms_norm(x, shape, weight=None, eps=None):
+        if weight is None or weight.dtype == x.dtype:
+            return FusedRMSNorm.apply(x, shape, weight)
+        return aten.rms_norm.default.decompose(x, shape, weight, eps)
 
     def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         # keeps one byte per element
@@ -85,6 +112,16 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
             # private: where the CPU's autocast has a rule of its own, it is the same
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
                 autocast.impl(name, in_float32(operation))
+        for name in FLOAT32_RESULTS.split():
+            packet, _, overload = name.partition(".")
+            operation = getattr(getattr(aten, packet), overload or "default")
+            autocast.impl(name, with_float32_results(operation))
+        with warnings.catch_warnings():  # CPU's autocast casts it, and CUDA's does not
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            autocast.impl("cross_entropy_loss", aten.cross_entropy_loss.default.decompose)
+        autograd.impl("softmax.int", softmax(aten._softmax))
+        autograd.impl("log_softmax.int", softmax(aten._log_softmax))
+        autograd.impl("rms_norm", rms_norm)
         autograd.impl("dropout", dropout)
         autograd.impl("scaled_dot_product_attention", attention)
         checkpointing.on_host = on_host
@@ -92,6 +129,21 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
             yield
         finally:
             checkpointing.on_host = real_on_host
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's kernel keeps: its input, and one number for each row (layer_norm.cpp)."""
+
+    @staticmethod
+    def forward(ctx, x, shape, weight):
+        rows = x.shape[: x.dim() - len(shape)]
+        ctx.save_for_backward(x, weight, torch.empty(rows, dtype=torch.float32))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _, weight, _ = ctx.saved_tensors
+        return gradient.clone(), None, None if weight is None else torch.empty_like(weight)
 
 
 def _widened(argument: Any) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ from labutils.memory.ledger import (
     TEMPORARIES,
     WORKSPACES,
 )
-from labutils.memory.snapshot import NO_LINE, own_line
+from labutils.memory.snapshot import NO_LINE, TORCH, own_line
 from labutils.memory.tensors import on_loss_begin, optimizer_tensors
 from labutils.prediction.cuda_rules import PRODUCTS, Rule, borrowed, cuda_rules, outputs_in_order
 from labutils.prediction.work import TENSORS_PER_LAUNCH, Work, work_of
@@ -184,7 +185,8 @@ class StorageLog(TorchDispatchMode):
         adds_up = operation is aten.add.Tensor and not torch.is_grad_enabled()
         if adds_up and _adds_in_place(*args[:2]):
             operation = aten.add_.Tensor
-        out = operation(*args, **kwargs)
+        compute = _grouped_mm if operation is aten._grouped_mm.default else operation
+        out = compute(*args, **kwargs)
         at = len(self.events)
         category = self._category_of(operation, args)
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -249,6 +251,16 @@ def _adds_in_place(a: Any, b: Any) -> bool:
     # 4 and 2 are the reference counts of such a buffer here, Python's included. They are private to
     # torch; the tests against the real allocator notice when they change.
     return a._use_count() == 4 and torch._C._storage_Use_Count(a.untyped_storage()._cdata) == 2
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return an empty result of experts' matrix multiplications: as large for any routing.
+
+    Torch's rule for tensors without data takes BF16 alone, its kernels float32 as well. Either `b`
+    is an expert's matrix in each row of its first dimension, or the result is.
+    """
+    experts = (len(offs),) if a.dim() == b.dim() else ()
+    return a.new_empty(*experts, a.shape[-2], b.shape[-1])
 
 
 # ---- One step, of any module
@@ -388,6 +400,10 @@ def traced_module(
                 if str(REFERENCE_DIR.parent) not in frame.filename
             ]
             place = own_line(places).replace(NO_LINE, "backward or the optimizer")
+            for file, line, _ in places:
+                if not TORCH.search(file):
+                    place += f", at {Path(file).name}:{line}"
+                    break
             raise ValueError(
                 "cannot be predicted: this step depends on its data, or on an operation without a "
                 f"rule, in {place} ({error!r})"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, PRODUCT, kind_of
 from labutils.memory.ledger import OPTIMIZER
@@ -18,6 +18,12 @@ TENSORS_PER_LAUNCH = 30
 # Causal attention computes whole tiles of so many rows along the diagonal.
 DIAGONAL = 128
 SIXTEEN_BIT = torch.float16, torch.bfloat16
+
+
+@register_flop_formula(torch.ops.aten._grouped_mm)  # torch has none
+def _grouped_mm_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of experts' matrix multiplications, of all rows of `a` together."""
+    return 2 * math.prod(a_shape) * b_shape[-1]
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +77,7 @@ def work_of(
     reads = _accesses(_read(name, inputs, outputs), storage_of)
     writes = _accesses([*fresh, *changed] if changed else outputs, storage_of)
     lists = [_tensors(argument) for argument in args if isinstance(argument, (list, tuple))]
-    multiplied = given.get("query", inputs[-1] if inputs else None)
+    multiplied = given.get("query", given.get("mat2", inputs[-1] if inputs else None))
     formula = flop_registry.get(operation.overloadpacket)
     work = Work(
         kind=kind_of(name),
@@ -88,7 +94,7 @@ def work_of(
         work.flops = _attention_flops(work, given)
     elif formula:
         *batch, rows, columns = outputs[0].shape
-        work.kind = BATCHED if batch else PRODUCT
+        work.kind = BATCHED if batch and name != "_grouped_mm" else PRODUCT
         work.shape = math.prod(batch), rows, columns
     return work
 

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import labutils as lab
 from labutils.cli import main
@@ -47,8 +48,7 @@ from labutils.workload.build import build_experiment_model, build_optimizer
 from tests.helpers import (
     CPU,
     POLICIES,
-    SharedKeys,
-    mean_of_squares,
+    modules_with_rules,
     predicted_on,
     slow,
     without_onednn,
@@ -261,16 +261,46 @@ def test_what_cannot_be_predicted_is_said_with_its_line(loss_fn, optimizer, word
 
 
 @pytest.mark.parametrize(
-    ("card", "precision", "n_bytes"),  # read off torch's CUDA allocator, without a card
-    [("h200", "fp32", 289440768), ("h200", "bf16", 124683264), ("t4", "fp16", 238584832)],
+    ("module", "card", "precision", "n_bytes"),  # read off torch's CUDA allocator, without a card
+    [
+        ("shared keys", "h200", "fp32", 289440768),
+        ("shared keys", "h200", "bf16", 124683264),
+        ("shared keys", "t4", "fp16", 238584832),
+        ("cross entropy", "h200", "fp32", 221337088),
+        ("cross entropy", "h200", "bf16", 198260224),
+        ("cross entropy", "t4", "fp16", 141907456),
+    ],
 )
-def test_attention_whose_queries_share_keys_takes_what_the_allocator_gave(card, precision, n_bytes):
-    net = nn.Sequential(SharedKeys(), SharedKeys())
+def test_what_only_cuda_has_kernels_for_takes_what_its_allocator_gave(
+    module, card, precision, n_bytes
+):
+    net, loss_fn = modules_with_rules()[module]
     options = {"precision": precision, "device": card}
-    predicted = predict_module(
-        net, torch.ones(4, 512, 512), mean_of_squares, torch.optim.AdamW, **options
-    )
+    predicted = predict_module(net, torch.ones(4, 512, 512), loss_fn, torch.optim.AdamW, **options)
     assert predicted.peak_bytes == pytest.approx(n_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("precision", "n_bytes"),  # read off torch's CUDA allocator, without a card
+    [("fp32", 152814080), ("bf16", 141110784)],
+)
+def test_a_mixture_of_experts_takes_what_the_allocator_gave(precision, n_bytes):
+    """By `grouped_mm`, as transformers' models by default: the same bytes for any routing."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    net = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
+    ids = torch.zeros(4, 256, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    predict = partial(predict_module, net, batch, lambda model, batch: model(**batch).loss)
+    adamw = partial(torch.optim.AdamW, fused=True)
+    predicted = predict(adamw, precision=precision, device="a100")
+    assert predicted.peak_bytes == pytest.approx(n_bytes, rel=0.001)
+    if precision == "fp32":
+        on_cpu = predict(adamw, precision=precision, device="cpu")
+        loss_fn, optimizer = predict.args[2], adamw(net.parameters())
+        options = {"precision": precision, "count_targets": lambda _: 1}
+        real = measured_second_step(net, optimizer, [batch], loss_fn, **options)
+        assert on_cpu.peak_bytes == SAME_BYTES(real.peak_bytes)
 
 
 @pytest.mark.parametrize(
