@@ -6,8 +6,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import labutils as lab
-from tests.solutions.answers import VALUES, Solution, broken, names_of
-from tests.solutions.notebook_01 import CLIP, CLIP_FIRST, HALF_LIMIT, STEP, UNSCALE, ZERO, amp_step
+from tests.solutions.answers import VALUES, Solution, names_of
 
 
 def floor_ms(m, n, k, bytes_per_number, tflops, gb_per_s):
@@ -57,7 +56,16 @@ BLOCK = names_of(
 )
 EIGHT_BITS = names_of("eight_bits", "a5b4888a", torch=torch)
 rounded = EIGHT_BITS["rounded"]
-FIXED_LIMIT = (CLIP, CLIP.replace("max_grad_norm)", "0.01)"))
+STEP_LENGTHS = names_of(
+    "scaler",
+    "df9c17c0",
+    "scaler-toy",
+    "b7d18d32",
+    "exercise-cases",
+    torch=torch,
+    F=torch.nn.functional,
+    device=torch.device("cpu"),
+)
 
 # (notebook, cell, the answer's name, other names that the cell reads, answers)
 CELLS = [
@@ -111,19 +119,14 @@ CELLS = [
     (
         "scaler",
         "9debf3aa",
-        "my_broken_step",
-        {"lab": lab},
+        "my_test",
+        STEP_LENGTHS,
         Solution(
-            right=[
-                broken(amp_step, change)
-                for change in (CLIP_FIRST, (UNSCALE, ""), (CLIP, ""), HALF_LIMIT, FIXED_LIMIT)
-            ],
+            right=[lambda length, norm, limit: 0.99 < length / min(norm, limit) < 1.01],
             wrong={
-                "fail: []": amp_step,
-                "['products in FP16'": broken(amp_step, ("torch.float16", "torch.bfloat16")),
-                "['the weights move', 'clipping'": broken(amp_step, (STEP, "")),
-                "['an overflow is skipped']": broken(amp_step, (STEP, "    optimizer.step()\n")),
-                "['old gradients are cleared']": broken(amp_step, (ZERO, "")),
+                "clip, then unscale_, with limit 1.": lambda length, norm, limit: length <= limit,
+                "unscale_, then clip": lambda length, norm, limit: length == limit,
+                "no clipping": lambda length, norm, limit: length >= 0.99 * min(norm, limit),
             },
         ),
     ),
