@@ -6,7 +6,7 @@ several windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -191,69 +191,57 @@ def wrong_passes(toy: Toy, window: Window) -> Problem:
     return None
 
 
-def problems(step: Step, window: Window) -> Iterator[tuple[str, str]]:
-    """Yield (the check that fails, why) for each check that a step over a window fails."""
+def first_problem(step: Step, *sizes: int) -> Problem:
+    """Return what is wrong with a step over micro-batches of these numbers of rows."""
+    window = make_batches(*sizes)
     toy = Toy().take(step, window)
     if problem := wrong_passes(toy, window):
-        yield "products in FP16", problem
+        return problem
     if len(toy.weights) != 2:
-        yield "the weights move", f"the optimizer stepped {len(toy.weights) - 1} times, not once."
-    elif toy.is_changed_outside:
-        yield (
-            "the weights move",
+        return f"the optimizer stepped {len(toy.weights) - 1} times, not once."
+    if toy.is_changed_outside:
+        return (
             "the stored weights also change outside the optimizer's step. They stay in float32: "
-            "autocast makes the 16-bit copies.",
+            "autocast makes the 16-bit copies."
         )
     clipped_toy = Toy().take(step, window, LOW_LIMIT)
     problem = wrong_step(toy, [window]) or wrong_step(clipped_toy, [window], LOW_LIMIT)
     if problem:
-        yield "clipping", problem
+        return problem
     (x, y), *others = window
     overflow = [(x, 1e6 * y), *others]
     clean_scale, toy = toy.scaler.get_scale(), Toy().take(step, overflow)
-    scale, is_skipped = toy.scaler.get_scale(), len(toy.weights) == 1
-    if not is_skipped:
-        yield (
-            "an overflow is skipped",
+    scale = toy.scaler.get_scale()
+    if len(toy.weights) != 1:
+        return (
             "a batch overflowed, and the weights changed. The whole step must be skipped: the "
-            "optimizer must step through the scaler.",
+            "optimizer must step through the scaler."
         )
-    elif (clean_scale, scale) != (LOSS_SCALE, LOSS_SCALE / 2):
-        yield (
-            "an overflow is skipped",
+    if (clean_scale, scale) != (LOSS_SCALE, LOSS_SCALE / 2):
+        return (
             f"after a clean step the scale went from {LOSS_SCALE:g} to {clean_scale:g}, and after "
             f"an overflow to {scale:g}. It should stay, and be halved: who updates it, and is it "
-            "updated once?",
+            "updated once?"
         )
-    leftovers = [
-        (window, "the second step also contains the first one's gradients: they were never")
-    ]
-    if is_skipped:
-        why = "after an overflow inf stays in .grad, so each later step is skipped: it is never"
-        leftovers.append((overflow, why))
+    leftovers = (
+        (window, "the second step also contains the first one's gradients: they were never"),
+        (
+            overflow,
+            "after an overflow inf stays in .grad, so each later step is skipped: it is never",
+        ),
+    )
     for first, why in leftovers:
         toy, cleared_toy = Toy().take(step, first), Toy().take(step, first)
         cleared_toy.model.zero_grad()
         weights, cleared_weights = (each.take(step, window).weights for each in (toy, cleared_toy))
         if not torch.equal(weights[-1], cleared_weights[-1]):
-            yield "old gradients are cleared", f"{why} cleared."
-            break
-
-
-def first_problem(step: Step, *sizes: int) -> Problem:
-    """Return what is wrong with a step over micro-batches of these numbers of rows."""
-    return next((problem for _, problem in problems(step, make_batches(*sizes))), None)
+            return f"{why} cleared."
+    return None
 
 
 def on_one_batch(step: Callable[..., object]) -> Step:
     """Return a step on one batch, `step(model, x, y, …)`, as a step over a window of one."""
     return lambda model, window, *others: step(model, *window[0], *others)
-
-
-@torch.random.fork_rng(devices=[])
-def failures(step: Callable[..., object]) -> list[str]:
-    """Return which checks `step(model, x, y, …)` fails, a step on one batch."""
-    return [check for check, _ in problems(on_one_batch(step), make_batches(16))]
 
 
 # ---- an epoch
