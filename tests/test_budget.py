@@ -14,13 +14,13 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (48_077, 7_765),
-    "tests": (43_558, 6_553),
+    "labutils": (47_980, 7_758),
+    "tests": (43_558, 6_556),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_439, []),
     "engine": (11_930, ["prediction"]),
-    "desk": (11_708, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (11_611, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/
 WORDS = 3_195  # README, INSTRUCTORS and the package's README
