@@ -2,8 +2,8 @@
 with a commit. A second word keeps the questions that contain it: `COMMIT published`.
 
 Both versions answer the same questions on this machine, through Python, each in a process of its
-own. All shipped configs and the variants below train a few steps; they, other modules, LLaMAs that
-are too large to build, and the published steps are predicted. Losses, ledgers and predictions must
+own. All shipped configs and the variants below train a few steps; they, other modules and the
+published steps are predicted. Losses, ledgers and predictions must
 be equal, bit for bit. Nothing is stored: losses differ from one kind of CPU to another.
 
 A version may add keys to an answer. What one version does not know differs, with its error.
@@ -45,12 +45,6 @@ VARIANTS = {
     ],
 }
 MODULES = [("fp32", "t4"), ("bf16", "a100"), ("fp16", "a100"), ("bf16", "cpu")]
-LLAMAS = [
-    ("1.1B", {"precision": "bf16", "checkpointing": False}),
-    ("7B", {"precision": "pure_bf16", "optimizer": "adamw_8bit"}),
-    ("13B", {"precision": "bf16", "frozen": "lora", "micro_batch_size": 4}),
-    ("70B", {"precision": "bf16", "frozen": "qlora", "device": "h100"}),
-]
 # autocast frees its cast weights in an order that differs each time: the timeline shows it, the
 # peaks do not
 UNORDERED = {"timeline"}
@@ -84,11 +78,6 @@ def predicted_module(**where: str) -> Answer:
     return ledger.model_dump(exclude=UNORDERED) | times.model_dump()
 
 
-def predicted_llama(shape: str, **how: Any) -> Answer:
-    """Return the predicted bytes of a model that is too large to build."""
-    return lab.predict_large(shape, **how).model_dump(exclude=UNORDERED)
-
-
 def questions() -> dict[str, Callable[[], Answer]]:
     """Return all that both versions are asked: {words: what answers}."""
     asked: dict[str, Callable[[], Answer]] = {}
@@ -102,8 +91,6 @@ def questions() -> dict[str, Callable[[], Answer]]:
     for precision, device in MODULES:
         ask = partial(predicted_module, precision=precision, device=device)
         asked[f"module in {precision} on {device}"] = ask
-    for shape, how in LLAMAS:
-        asked[f"llama {shape} {how}"] = partial(predicted_llama, shape, **how)
     for row in lab.published().itertuples():
         load = partial(lab.config_of_row, row.config)
         asked[f"published {row.config} on {row.card}"] = partial(predicted, load, row.card)

@@ -36,7 +36,6 @@ from .prediction import arithmetic as arithmetic
 from .prediction.arithmetic import n_parameters as n_parameters
 from .prediction.arithmetic import sharded as sharded
 from .prediction.arithmetic import static_gib as static_gib
-from .prediction.llama import predict_large as predict_large
 from .prediction.memory import needed_gib as needed_gib
 from .prediction.memory import predict_memory as predict_memory
 from .prediction.memory import predict_module as predict_module
