@@ -52,6 +52,8 @@ from .session import explain_in_notebooks as explain_in_notebooks
 from .session import run_experiment as run_experiment
 from .session import run_experiments as run_experiments
 from .session import setup as setup
+from .techniques import adapters as adapters
+from .techniques import optimizers as optimizers
 from .techniques import precision as precision
 from .techniques.adapters import FourBitLinear as FourBitLinear
 from .techniques.checkpointing import set_checkpointing as set_checkpointing

@@ -14,12 +14,12 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_547, 7_678),
-    "tests": (43_353, 6_530),
+    "labutils": (47_555, 7_679),
+    "tests": (43_369, 6_530),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_439, []),
-    "engine": (11_498, ["prediction"]),
+    "engine": (11_505, ["prediction"]),
     "desk": (11_611, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/
