@@ -54,7 +54,9 @@ BLOCK = names_of(
     block=lab.build_model("gpt2-nano", dropout=0.0, activation="gelu_tanh").transformer.h[0],
     block_x=torch.randn(4, 256, 128),
 )
-EIGHT_BITS = names_of("eight_bits", "a5b4888a", torch=torch)
+EIGHT_BITS = names_of(
+    "eight_bits", "eight-nearest", "a5b4888a", "eight-stored", "eight-judge", torch=torch
+)
 rounded = EIGHT_BITS["rounded"]
 STEP_LENGTHS = names_of(
     "scaler",
@@ -66,6 +68,12 @@ STEP_LENGTHS = names_of(
     F=torch.nn.functional,
     device=torch.device("cpu"),
 )
+
+
+def one_scale_per_square(x, block):
+    parts = x.reshape(len(x) // block, block, -1, block).transpose(1, 2)
+    return rounded(parts, E4M3, block=block * block).transpose(1, 2).reshape(x.shape)
+
 
 # (notebook, cell, the answer's name, other names that the cell reads, answers)
 CELLS = [
@@ -133,14 +141,18 @@ CELLS = [
     (
         "eight_bits",
         "71785714",
-        "my_blocks",
+        "my_squares",
         EIGHT_BITS,
         Solution(
-            right=[lambda x, block: rounded(x, E4M3, block=block).nan_to_num()],
-            wrong={
-                "a block of zeros": lambda x, block: rounded(x, E4M3, block=block),
-                "one scale for the whole tensor": lambda x, block: rounded(x, E4M3),
-                "for each row": lambda x, block: rounded(x, E4M3, block=x.shape[1]),
+            right=[one_scale_per_square],
+            broken={
+                "a square of zeros": [("(x.shape)", "(x.shape) + 0 / x.amax()")],
+                "for the whole matrix": [("block=block * block", "")],
+                "blocks of one row": [("block * block", "block")],
+                "16 numbers of one row": [(".transpose(1, 2)", "")],
+                "a power of two": [
+                    ("block=", "stored=lambda scale: 2.0 ** scale.log2().ceil(), block=")
+                ],
             },
         ),
     ),
