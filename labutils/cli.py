@@ -37,6 +37,7 @@ CONFIG = "a YAML file, or a short name such as bf16"
 RUN = "a name (its newest run), an id, or a record's path"
 COURSE = 'names of the course\'s such as "02" or "scaler", or paths (the four)'
 HERE = "this", "cpu"
+MEASURED_HERE = "The time of a step on a CPU is not predicted: `labutils run` measures it"
 PLACES = f"one of {', '.join([*CARDS, *HERE])} (a100)"
 SHEET = "a card of your own, a YAML file of its datasheet"
 ConfigName = Annotated[str, typer.Argument(help=CONFIG)]
@@ -224,10 +225,10 @@ def predict(
             print(
                 f"{verdict} {whose}: it needs {math.ceil(100 * needed) / 100:.2f} GiB", flush=True
             )
-    time = predict_time(experiment, place)
-    note = _emulation(experiment, place, time.step_ms)
+    time = predict_time(experiment, place) if place.gpu else None
+    note = _emulation(experiment, place, time.step_ms) if time else MEASURED_HERE
     if not as_json:
-        print(f"\n{time}", *([note] if note else []), sep="\n", flush=True)
+        print(*(["", time] if time else []), *([note] if note else []), sep="\n", flush=True)
     if not fits:
         print("looking for changes that fit …", file=sys.stderr)
     plan = None if fits else fit(experiment, budget, place)
@@ -235,20 +236,23 @@ def predict(
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
         facts |= {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase}
         facts |= {"fits": fits, "needed_gib": needed, "budget_gib": budget}
-        # where the band is not known, Infinity is no JSON
-        facts |= json.loads(time.model_dump_json(exclude={"method", "why_band"}))
+        facts |= time.model_dump(exclude={"method", "why_band"}) if time else {}
         facts |= {"device": place.name, "note": note}
         if plan:
-            facts["fit"] = {"fits": plan.fits(budget), "time_cost": plan.step_ms / time.step_ms - 1}
-            keys = "changes", "costs", "step_ms", "needed_gib"
-            facts["fit"] |= {key: getattr(plan, key) for key in keys}
+            keys = "changes", "costs", "needed_gib"
+            facts["fit"] = {key: getattr(plan, key) for key in keys} | {"fits": plan.fits(budget)}
+        if plan and time:
+            times = plan.step_ms / time.step_ms
+            facts["fit"] |= {"step_ms": plan.step_ms, "time_cost": times - 1}
         print(json.dumps(facts, indent=1))
     elif plan:
-        times = f"{plan.step_ms / time.step_ms:.2f} times as long"
         first = f"No change makes it fit; with all of them it needs {plan.needed_gib:.2f} GiB:"
         if plan.fits(budget):
-            step = f"a step then takes {plan.step_ms:.0f} ms, {times}"
-            first = f"It fits in {plan.needed_gib:.2f} GiB ({step}, as predicted) if you change:"
+            step = ""
+            if time:
+                times = f"{plan.step_ms / time.step_ms:.2f} times as long"
+                step = f" (a step then takes {plan.step_ms:.0f} ms, {times}, as predicted)"
+            first = f"It fits in {plan.needed_gib:.2f} GiB{step} if you change:"
         costs = [f"{key}={plan.changes[key]}: {cost}" for key, cost in plan.costs.items()]
         costs += (
             [f"that is: --set {plan.name}"] if costs else ["none of our changes saves anything"]
@@ -295,15 +299,16 @@ def advise(
     table = advise_on(experiment, place)
     (budget, _), facts = _budget(experiment, place, gpu_memory_gib), table.attrs
     if budget is not None:
-        table.insert(3, "fits", table["needs GiB"] <= budget)
+        table.insert(len(table.columns) - 1, "fits", table["needs GiB"] <= budget)
     if as_json:
         rows = json.loads(table.reset_index().to_json(orient="records", double_precision=15))
         facts |= {"name": experiment.name, "budget_gib": budget, "changes": rows}
         print(json.dumps(facts, indent=1))
         return
+    step = f"{facts['step_ms']:.1f} ms a step, " if place.gpu else ""
     print(
         f"{experiment.name} on {place.name}: a peak of {facts['peak_bytes'] / 2**20:,.0f} MiB, "
-        f"{facts['step_ms']:.1f} ms a step, needs {facts['needed_gib']:.2f} GiB, predicted"
+        f"{step}needs {facts['needed_gib']:.2f} GiB, predicted"
     )
     if budget is not None:
         answers = table.pop("fits").map({True: "yes", False: "no"})
@@ -331,17 +336,13 @@ def _card(experiment: Config, device: str | None, sheet: Path | None, usual: str
     shape = f"{on.model}, {on.micro_batch_size} × {on.seq_len} tokens, {on.precision}"
     where = place.name if place else name
     print(f"tracing a training step for {where}: {shape} …", file=sys.stderr)
-    from labutils.machine import card_of, choose_threads
+    from labutils.machine import card_of
 
     try:
         place = place or card_of(name)
     except RuntimeError as error:  # "this" without a GPU
         print(error, file=sys.stderr)
         raise typer.Exit(1) from error
-    # a CPU's operations are measured as a run computes them
-    busy = choose_threads() if place.gpu is None else ""
-    if busy:
-        print(busy, file=sys.stderr)
     return place
 
 
@@ -400,10 +401,16 @@ def check(configs: ConfigNames) -> None:
 def doctor() -> None:
     """Say what this machine can train, how fast, and what is wrong."""
     import pandas as pd
-    import torch
 
     from labutils.config.choices import PRECISIONS
-    from labutils.machine import choose_device, environment, gpu_problem, matmul_rate, support
+    from labutils.machine import (
+        choose_device,
+        choose_threads,
+        environment,
+        gpu_problem,
+        support,
+    )
+    from labutils.training.run import small_step_ms
 
     problem, device = gpu_problem(), choose_device()
     facts = environment(device) | {"runs": str(runs_dir())}
@@ -416,16 +423,18 @@ def doctor() -> None:
     if problem:
         print(f"\nGPU NOT USED: {problem}", file=sys.stderr)
     if device.type == "cpu":
-        rate = matmul_rate(torch.float32, device, 256, repeats=10) / torch.get_num_threads()
+        busy = choose_threads()
+        if busy:
+            print(f"\n{busy}")
+        step_ms = small_step_ms(device)
+        print(
+            f"\nWithout a GPU experiments train a small GPT-2. A step takes {step_ms:.0f} ms now."
+        )
+        # where 16 bits are slow, notebooks take smaller steps: the ratio stays
         times = pd.read_csv(REFERENCE_DIR / "notebook_seconds.csv", index_col="notebook")
-        minutes = times.seconds * times.gflops * 1e9 / rate / 60
-        print(
-            "\nWithout a GPU experiments train a small GPT-2. Minutes of Run All with one thread:"
-        )
-        print(", ".join(f"{name} {value:.1f}" for name, value in minutes.items()))
-        print(
-            "(of another machine, scaled by one product; a busy machine and slow 16 bits add more)"
-        )
+        minutes = times.seconds * step_ms / times.step_ms / 60
+        told = ", ".join(f"{name} {value:.1f}" for name, value in minutes.items())
+        print(f"Minutes of Run All, by this step: {told}")
     make_folder(runs_dir())
     raise typer.Exit(1 if problem else 0)
 

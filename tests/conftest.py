@@ -11,9 +11,6 @@ import torch
 import labutils as lab
 from benchmarks.configs import shipped
 from labutils import session
-from labutils.prediction import calibrate
-
-RATES = {f"{kind} float32": [(1.0, 1e-9)] for kind in calibrate.OPERATIONS}
 
 
 @pytest.fixture(scope="session")
@@ -39,8 +36,6 @@ def _isolated(monkeypatch, runs_root, shipped_configs):
     # else a busy machine would decide how many threads a test and its child processes have
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a hub that refuses
-    rates = calibrate.CpuRates((1e-5, 1e-5), RATES)  # made up: to measure them takes seconds
-    monkeypatch.setattr(calibrate, "measure_cpu", lambda: rates)
     torch.manual_seed(0)
 
 

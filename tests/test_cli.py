@@ -13,7 +13,7 @@ import torch
 
 from labutils import cli
 from labutils.cli import main
-from labutils.pages import all_notebooks
+from labutils.pages import core_notebooks
 from labutils.training.record import RunRecord, load_record
 from tests.helpers import REPO, TINY
 
@@ -165,7 +165,7 @@ def test_runs_folder_that_is_a_file_is_a_clear_error(tmp_path, monkeypatch, caps
         assert str(blocked) in error and "LABUTILS_RUNS names" in error
 
 
-def test_all_commands_are_listed_and_doctor_times_every_notebook(capsys):
+def test_all_commands_are_listed_and_doctor_times_the_notebooks(capsys):
     assert main([]) == 0
     listed = capsys.readouterr().out
     for name in ("run", "runs", "compare", "predict", "advise", "check", "doctor", "labs", "grade"):
@@ -174,4 +174,4 @@ def test_all_commands_are_listed_and_doctor_times_every_notebook(capsys):
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("device", "torch", "fp16", "bf16", "tf32", "runs"))
     if not torch.cuda.is_available():
-        assert all(re.search(rf"{path.stem} \d", printed) for path in all_notebooks())
+        assert all(re.search(rf"{path.stem} \d", printed) for path in core_notebooks())

@@ -19,7 +19,6 @@ from torch import nn
 
 from labutils.config.card import Gpu
 from labutils.prediction.allocator import up
-from labutils.techniques import checkpointing
 
 aten = torch.ops.aten
 # CUDA's autocast runs these in float32 (ATen/autocast_mode.h); CPU's leaves them in the dtype they
@@ -97,12 +96,6 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         efficient_attention = aten._scaled_dot_product_efficient_attention
         return efficient_attention(q, k, v, mask, True, p, causal, scale=scale)[0]
 
-    def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # anything else leaves the device, and comes back as a new allocation
-        stays = isinstance(tensor, nn.Parameter)
-        return (lambda: tensor) if stays else partial(torch.empty, tensor.shape, dtype=tensor.dtype)
-
-    real_on_host = checkpointing.on_host
     # private: a public Library keeps its kernels for the life of the process
     scoped = partial(torch.library._scoped_library, "aten", "IMPL")
     with scoped("AutocastCPU") as autocast, scoped("AutogradCPU") as autograd:
@@ -124,11 +117,15 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         autograd.impl("rms_norm", rms_norm)
         autograd.impl("dropout", dropout)
         autograd.impl("scaled_dot_product_attention", attention)
-        checkpointing.on_host = on_host
-        try:
-            yield
-        finally:
-            checkpointing.on_host = real_on_host
+        yield
+
+
+def off_card(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Let a tensor leave the card; return what brings it back, as a new allocation. Parameters
+    stay.
+    """
+    stays = isinstance(tensor, nn.Parameter)
+    return (lambda: tensor) if stays else partial(torch.empty, tensor.shape, dtype=tensor.dtype)
 
 
 class FusedRMSNorm(torch.autograd.Function):

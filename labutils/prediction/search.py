@@ -193,10 +193,10 @@ def _require_fast(plan: Plan, changes: Changes) -> None:
 def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     """Return what single changes would do to a config: a row for each, by the MiB that it saves.
 
-    `device` as for `predict_memory`. `saves MiB` is of the predicted peak, `adds ms` of the
-    predicted step; `needs GiB` is the smallest device with it. A change that cannot be made says
-    why, without numbers. An index is the change as `--set` takes it. `attrs` have the `device`, and
-    `peak_bytes`, `step_ms` and `needed_gib` of the config as it is.
+    `device` as for `predict_memory`. `saves MiB` is of the predicted peak, `adds ms`, on a card, of
+    the predicted step; `needs GiB` is the smallest device with it. A change that cannot be made
+    says why, without numbers. An index is the change as `--set` takes it. `attrs` have the
+    `device`, and `peak_bytes`, `needed_gib` and `step_ms` of the config as it is.
     Raises what `predict_memory` raises, for the config as it is.
     """
     original = unchanged(config, device)
@@ -207,15 +207,19 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
         try:
             _require_fast(plan, changes)
             saved = original.peak_bytes - plan.peak_bytes
-            row = {"saves MiB": saved / MIB, "adds ms": plan.step_ms - original.step_ms}
-            rows[plan.name] = row | {"needs GiB": plan.needed_gib, "costs": cost}
+            row = {"saves MiB": saved / MIB, "needs GiB": plan.needed_gib, "costs": cost}
+            if original.card.gpu:
+                row["adds ms"] = plan.step_ms - original.step_ms
+            rows[plan.name] = row
         except (ConfigError, PrecisionUnsupported) as problem:
             rows[plan.name] = {"costs": f"not possible here: {str(problem).partition(': ')[2]}"}
-    columns = ["saves MiB", "adds ms", "needs GiB", "costs"]
+    columns = ["saves MiB", *["adds ms"] * bool(original.card.gpu), "needs GiB", "costs"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("change")
     table = table.sort_values("saves MiB", ascending=False, kind="stable")
     table.attrs = {"device": original.card.name, "peak_bytes": original.peak_bytes}
-    table.attrs |= {"step_ms": original.step_ms, "needed_gib": original.needed_gib}
+    table.attrs["needed_gib"] = original.needed_gib
+    if original.card.gpu:
+        table.attrs["step_ms"] = original.step_ms
     return table
 
 

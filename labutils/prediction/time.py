@@ -1,8 +1,8 @@
-"""Predict how long a training step takes on a device that need not be here.
+"""Predict how long a training step takes on a card that need not be here.
 
 The traced step (`prediction.trace`) is run on two clocks. The host issues one operation after the
-other. The device computes each as soon as it is issued and the one before is done; how long that
-takes is the answer of `GpuTime`, or of `CpuRates`.
+other. The card computes each as soon as it is issued and the one before is done; how long that
+takes is the answer of `GpuTime`. A CPU's steps are not predicted: they are measured.
 
 What a card reaches was measured on single operations; `config.cards` names the sources. The
 constants below are estimates from the sources named beside them. None was fitted to whole steps.
@@ -40,7 +40,7 @@ from labutils.memory.kinds import (
     ROWS,
 )
 from labutils.memory.ledger import FROZEN, GRADIENTS
-from labutils.prediction.calibrate import EFFICIENT_SHARES, others_compute, rates_of
+from labutils.prediction.calibrate import EFFICIENT_SHARES, rates_of
 from labutils.prediction.fusion import OPTIMIZER_PHASE, fuse
 from labutils.prediction.memory import Device, segments_of
 from labutils.prediction.trace import (
@@ -91,13 +91,6 @@ EAGER_BAND, COMPILED_BAND = (0.20, 0.25), (0.20, 0.40)
 WIDE_BAND = 0.40, 0.60
 # Where the peak in 16 bits is assumed it may be twice as much: products then take half as long.
 ASSUMED_BAND = 0.70, 0.60
-# In the course's own notebooks half of the steps on a CPU lay outside ±25 %: they took 0.57 to 1.3
-# times as long as predicted. Of 32 steps on one and two threads of an AMD EPYC, another day, 29 lay
-# in the band: they took 1.0 to 1.6 times as long, and those outside were in BF16. Beside other
-# programs nothing is known: what was measured on two threads of a busy machine predicted up to 25
-# times what steps took.
-CPU_BAND, COMPILED_CPU_BAND = (0.50, 0.50), (0.50, 1.00)
-UNKNOWN_BAND = 1.0, math.inf
 # More of the step than this is waiting for the host: hosts differ by a factor of two.
 LAUNCH_BOUND = 0.15
 
@@ -142,14 +135,13 @@ class TimeLedger(BaseModel):
 
 
 def predict_time(config: Config, device: Device = "a100") -> TimeLedger:
-    """Return the predicted time of one training step of a config on a device, after warm-up.
+    """Return the predicted time of one training step of a config on a card, after warm-up.
 
-    `device` as for `predict_memory`. For this machine's CPU or GPU single operations are measured
-    once (`prediction.calibrate`); for another card they are published measurements. Not predicted:
-    clocks lowered for heat or power, loading data, other hosts, other versions of torch. While
-    other programs use this CPU the band is from 0 to infinity, and nothing measured is kept.
-    Raises ConfigError if the config cannot run there, and PrecisionUnsupported if the device lacks
-    what it asks for.
+    `device` as for `predict_memory`, but no CPU. For this machine's GPU single operations are
+    measured (`prediction.calibrate`); for another card they are published measurements. Not
+    predicted: clocks lowered for heat or power, loading data, other hosts, other versions of torch.
+    Raises ValueError for a CPU, ConfigError if the config cannot run there, and
+    PrecisionUnsupported if the card lacks what it asks for.
 
     The error on the 70 rows of `lab.published()`, to which no constant was fitted: 6 % in the
     median, -1 % in the mean, from 32 % too fast to 17 % too slow; 69 lie in the band. Without what
@@ -261,11 +253,11 @@ class Clock:
 
         A GPU of this machine is measured: nothing else says how fast it is.
         """
+        if card.gpu is None:
+            raise ValueError("times are predicted for cards; a CPU's are measured: labutils run")
         self.fused, self.is_compiled = fused or {}, fused is not None
-        if card.speed is None:
-            card = replace(card, speed=rates_of(torch.device(card.device_type)))
-        self.card, self.is_cpu = card, card.gpu is None
-        self.time = card.speed if self.is_cpu else GpuTime(card, tf32, self.is_compiled)
+        self.card = card if card.speed else replace(card, speed=rates_of(torch.device("cuda")))
+        self.time = GpuTime(self.card, tf32, self.is_compiled)
         self.host = self.device = 0.0  # seconds since the step began
         self.needs_tensor_cores = tf32  # or 16 bits
         self.busy = dict.fromkeys(SHARES[:3], 0.0)
@@ -283,15 +275,10 @@ class Clock:
 
     def _operation(self, work: Work, phase: str) -> None:
         left = self.fused.get(work, work)
-        if self.is_cpu and work.kind != ELEMENTS:
-            # a compiler spares traffic; what takes time for its arithmetic goes on taking it
-            left = replace(left, n_bytes=work.n_bytes)
         seconds = self.time.seconds(left)
         is_compiled = self.is_compiled and phase != OPTIMIZER_PHASE
         self.host += left.calls * self.time.call_seconds[is_compiled]
         self.device = max(self.device, self.host) + seconds
-        if self.is_cpu:
-            self.host = self.device  # it is its own host
         self.needs_tensor_cores |= work.has_16bit
         self.busy[SHARE_OF.get(work.kind, MEMORY)] += seconds
         gflop, gbyte = left.flops / 1e9, left.n_bytes / 1e9
@@ -302,7 +289,7 @@ class Clock:
         step_ms = 1e3 * self.device
         shares = {name: seconds / self.device for name, seconds in self.busy.items()}
         shares[LAUNCHES] = 1 - sum(shares.values())
-        is_bound = not self.is_cpu and shares[LAUNCHES] > LAUNCH_BOUND
+        is_bound = shares[LAUNCHES] > LAUNCH_BOUND
         (below, above), why = self._band(is_bound, is_small)
         return TimeLedger(
             step_ms=step_ms,
@@ -318,12 +305,6 @@ class Clock:
         )
 
     def _band(self, is_bound: bool, is_small: bool) -> tuple[tuple[float, float], str]:
-        if self.is_cpu and others_compute():
-            return UNKNOWN_BAND, "not known: other programs compute on this machine's CPUs"
-        if self.is_cpu and self.is_compiled:
-            return COMPILED_CPU_BAND, "compiled on a CPU: only eager operations were measured here"
-        if self.is_cpu:
-            return CPU_BAND, "from operations measured here; steps took 0.57 to 1.6 times as long"
         speed = self.card.speed
         if speed.assumed and self.needs_tensor_cores:
             why = f"`float16_tflops` is not given: {speed.assumed:g} times float32's is assumed"

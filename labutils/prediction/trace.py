@@ -46,11 +46,20 @@ from labutils.memory.ledger import (
 )
 from labutils.memory.snapshot import NO_LINE, TORCH, own_line
 from labutils.memory.tensors import on_loss_begin, optimizer_tensors
-from labutils.prediction.cuda_rules import PRODUCTS, Rule, borrowed, cuda_rules, outputs_in_order
+from labutils.prediction.cuda_rules import (
+    PRODUCTS,
+    Rule,
+    borrowed,
+    cuda_rules,
+    off_card,
+    outputs_in_order,
+)
 from labutils.prediction.work import TENSORS_PER_LAUNCH, Work, work_of
-from labutils.techniques import optimizers, precision
+from labutils.techniques import precision
+from labutils.techniques.checkpointing import CheckpointedBlocks
 from labutils.techniques.loss import LossFn, lm_loss_sum
 from labutils.techniques.optimizer_in_backward import OptimizerInBackward
+from labutils.techniques.optimizers import LowBitAdamW
 from labutils.techniques.step import take_step
 from labutils.workload.build import build_optimizer, float32_model
 
@@ -137,6 +146,7 @@ class StorageLog(TorchDispatchMode):
         self.handles: set[bool] = set()
         # On CUDA one launch takes many of the tensors that a CPU takes one by one.
         self.in_lists = False
+        self.updates: dict[tuple, list[Event]] = {}  # of LowBitAdamW, by the size of a tensor
         # of any module, by id: tensors that are no parameter, buffer or batch, and their twins
         self.others: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -296,8 +306,16 @@ def trace_step(
     for parameter in model.parameters():
         if parameter.requires_grad:
             hooks.append(parameter.register_post_accumulate_grad_hook(name_gradient))
+    parts = [optimizer]
     if isinstance(optimizer, OptimizerInBackward):
         optimizer.attach()  # after those hooks: a gradient has a name before it is freed
+        parts = [*optimizer.parts.values()]
+    for part in parts:
+        if isinstance(part, LowBitAdamW):
+            _once(log, part)
+    for module in model.modules() if log.gpu else ():
+        if isinstance(module, CheckpointedBlocks):
+            module.on_host = off_card
 
     def traced_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if log.gpu:  # it is moved there: in new tensors
@@ -444,36 +462,30 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 def fake_world(gpu: Gpu | None) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
     """Inside, tensors have no data, and the log sees what operations would allocate on a device."""
     rules = cuda_rules(flash=gpu.flash) if gpu else nullcontext()
-    with rules, FakeTensorMode() as fake, StorageLog(gpu) as log, each_size_once(log):
+    with rules, FakeTensorMode() as fake, StorageLog(gpu) as log:
         yield log, fake
 
 
-@contextmanager
-def each_size_once(log: StorageLog) -> Iterator[None]:
-    """Inside, `LowBitAdamW` computes one tensor of each size; for others its events are repeated.
+def _once(log: StorageLog, optimizer: LowBitAdamW) -> None:
+    """Let an optimizer compute one tensor of each size; for others its events are repeated.
 
     Without it `labutils predict xl` takes twice as long.
     """
-    update = optimizers._update
-    known: dict[tuple, list[Event]] = {}
+    update = optimizer.update
 
     def update_or_repeat(
         p: nn.Parameter, gradient: torch.Tensor, *moments: Any, **how: Any
     ) -> None:
         key = p.shape, p.dtype, gradient.dtype, len(moments)
-        if key not in known:
+        if key not in log.updates:
             start = len(log.events)
             update(p, gradient, *moments, **how)
-            known[key] = log.events[start:]
+            log.updates[key] = log.events[start:]
             return
         # all that is born in an update dies in it
-        log.events += known[key]
+        log.events += log.updates[key]
 
-    optimizers._update = update_or_repeat
-    try:
-        yield
-    finally:
-        optimizers._update = update
+    optimizer.update = update_or_repeat
 
 
 # ---- The step of a config

@@ -41,6 +41,7 @@ class CheckpointedBlocks(nn.ModuleList):
         # Attention that draws a dropout mask is not kept: skipping its draw would give the masks
         # that follow it other random numbers when they are computed again.
         self.kept = MATMULS if attention_dropout else MATMULS + ATTENTION
+        self.on_host = on_host  # how what is kept goes to the host and comes back
 
     def __iter__(self) -> Iterator[Callable]:
         blocks = list(super().__iter__())
@@ -60,7 +61,7 @@ class CheckpointedBlocks(nn.ModuleList):
         if not torch.is_grad_enabled():
             return unit(hidden)
         if self.policy.to_host:
-            with saved_tensors_hooks(on_host, lambda bring_back: bring_back()):
+            with saved_tensors_hooks(self.on_host, lambda bring_back: bring_back()):
                 return unit(hidden)
         context_fn = noop_context_fn
         if self.policy.keeps_products:

@@ -127,64 +127,6 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return x.mul_(scale)
 
 
-class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see
-    `quantize`).
-
-    Computes in float32, a slab of NUMBERS_AT_ONCE numbers at a time, so that little of it is ever
-    unpacked. Weights in bfloat16 and moments are rounded stochastically. Slower than torch's fused
-    AdamW: a slab takes dozens of small operations.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        bits: int = 8,
-    ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, settings | {"bits": bits, "step": 0})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            group["step"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                moments = self.state[p] or self._start(p, group["bits"])
-                slabs = [p.view(-1).split(NUMBERS_AT_ONCE)]  # never a copy: it is changed in place
-                slabs.append(p.grad.reshape(-1).split(NUMBERS_AT_ONCE))
-                slabs += [codes.split(NUMBERS_AT_ONCE // BLOCK) for codes in moments.values()]
-                for slab in zip(*slabs, strict=True):
-                    _update(*slab, group=group, step=group["step"])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` has returned; codes and scales keep their dtypes, which torch
-        would cast to that of the parameter.
-        """
-        super().load_state_dict(state_dict)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for i, saved in state_dict["state"].items():
-            for key, codes in saved.items():
-                self.state[parameters[i]][key] = codes.to(parameters[i].device, copy=True)
-
-    def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
-        """Make a parameter's moments, `(blocks, BLOCK)`; the last block may be too long."""
-        n_blocks = -(-p.numel() // BLOCK)
-        moments = {"exp_avg": (BLOCK, torch.bfloat16), "exp_avg_sq": (BLOCK, torch.bfloat16)}
-        if bits == 8:
-            moments = {"exp_avg": (BLOCK, torch.int8), "exp_avg_sq": (BLOCK, torch.uint8)}
-            moments |= {"scale": (1, torch.float32), "scale_sq": (1, torch.float32)}
-        for key, (width, dtype) in moments.items():
-            self.state[p][key] = torch.zeros(n_blocks, width, dtype=dtype, device=p.device)
-        return self.state[p]
-
-
 def _update(
     p, gradient, exp_avg, exp_avg_sq, scale=None, scale_sq=None, *, group: dict[str, Any], step: int
 ) -> None:
@@ -214,3 +156,62 @@ def _update(
         weights = round_stochastically(weights)
     if p.dtype != torch.float32:
         p.copy_(weights)
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) with moments of `bits` 16 (bfloat16) or 8 (codes, see
+    `quantize`).
+
+    Computes in float32, a slab of NUMBERS_AT_ONCE numbers at a time, so that little of it is ever
+    unpacked. Weights in bfloat16 and moments are rounded stochastically. Slower than torch's fused
+    AdamW: a slab takes dozens of small operations.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        bits: int = 8,
+    ) -> None:
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings | {"bits": bits, "step": 0})
+        self.update = _update  # what does a slab
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                moments = self.state[p] or self._start(p, group["bits"])
+                slabs = [p.view(-1).split(NUMBERS_AT_ONCE)]  # never a copy: it is changed in place
+                slabs.append(p.grad.reshape(-1).split(NUMBERS_AT_ONCE))
+                slabs += [codes.split(NUMBERS_AT_ONCE // BLOCK) for codes in moments.values()]
+                for slab in zip(*slabs, strict=True):
+                    self.update(*slab, group=group, step=group["step"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` has returned; codes and scales keep their dtypes, which torch
+        would cast to that of the parameter.
+        """
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for i, saved in state_dict["state"].items():
+            for key, codes in saved.items():
+                self.state[parameters[i]][key] = codes.to(parameters[i].device, copy=True)
+
+    def _start(self, p: nn.Parameter, bits: int) -> dict[str, Any]:
+        """Make a parameter's moments, `(blocks, BLOCK)`; the last block may be too long."""
+        n_blocks = -(-p.numel() // BLOCK)
+        moments = {"exp_avg": (BLOCK, torch.bfloat16), "exp_avg_sq": (BLOCK, torch.bfloat16)}
+        if bits == 8:
+            moments = {"exp_avg": (BLOCK, torch.int8), "exp_avg_sq": (BLOCK, torch.uint8)}
+            moments |= {"scale": (1, torch.float32), "scale_sq": (1, torch.float32)}
+        for key, (width, dtype) in moments.items():
+            self.state[p][key] = torch.zeros(n_blocks, width, dtype=dtype, device=p.device)
+        return self.state[p]

@@ -1,6 +1,5 @@
 """The time ledger: what it counts, its bands, and how near it comes to what others measured."""
 
-import math
 from dataclasses import replace
 
 import pandas as pd
@@ -10,11 +9,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import labutils as lab
-from labutils import machine
 from labutils.config.card import CARDS, Card, Speed
-from labutils.memory.kinds import FLASH
-from labutils.prediction import calibrate
-from labutils.prediction.calibrate import CpuRates, measure_cpu
+from labutils.memory.kinds import ELEMENTS, FLASH
+from labutils.prediction.calibrate import measured
 from labutils.prediction.fusion import fuse
 from labutils.prediction.published import config_of_row, published
 from labutils.prediction.time import (
@@ -29,7 +26,7 @@ from labutils.prediction.time import (
 from labutils.prediction.trace import trace_config, traced_module
 from labutils.prediction.work import PRODUCT, Work
 from labutils.techniques.loss import lm_loss_sum
-from tests.helpers import slow
+from tests.helpers import CPU, slow
 
 
 def works_of(trace):
@@ -109,13 +106,6 @@ def test_a_side_of_odd_length_costs_tensor_cores_their_rate(times, card, columns
     unaligned, aligned = (product(2**14, n, 768, dtype) for n in (columns, 50304))
     slowed = seconds(unaligned, card, **how) / seconds(aligned, card, **how)
     assert slowed == pytest.approx(times, rel=0.02)
-
-
-def test_rates_kept_by_a_version_with_other_fields_are_measured_again():
-    rates = calibrate.RATES.dump_python(CARDS["a100"].speed)
-    assert calibrate.RATES.validate_python(rates) == CARDS["a100"].speed
-    with pytest.raises(ValueError, match="rows"):
-        calibrate.RATES.validate_python(rates | {"rows": 0.5})
 
 
 def test_bytes_take_their_time_and_16_bit_numbers_more_of_it_on_an_a100():
@@ -253,44 +243,13 @@ def test_any_module_has_a_time():
     assert ledger.step_ms > 0
 
 
-def test_a_measured_rate_is_interpolated_and_kept_beyond_the_ends():
-    rates = CpuRates((0.0, 0.0), {"product float32": [(100.0, 1.0), (10000.0, 10.0)]})
-    works = [Work(PRODUCT, 0, "int8", flops) for flops in (0, 10, 1000, 10**6)]
-    assert list(map(rates.seconds, works)) == pytest.approx([0, 0.1, 1000 / 550, 1000])
+def test_a_cpus_time_is_measured_and_not_predicted():
+    with pytest.raises(ValueError, match="a CPU's are measured: labutils run"):
+        predict_time(lab.load_config("fp32"), "cpu")
 
 
-def test_measured_operations_have_the_work_of_predicted_ones():
-    curves = measure_cpu().curves
-    smallest = {kind: curve[0][0] for kind, curve in curves.items()}
-    n = 2**12  # numbers of the smallest matrix
-    expected = {"product float16": 2 * 32**3, "elementwise float32": 12 * n}
-    expected |= {"flash attention float32": 4 * 16 * 32**3, "norm or softmax float32": 8 * n}
-    assert expected.items() <= smallest.items()
-
-
-def predicted_in_a_process_of_its_own() -> TimeLedger:
-    caches = calibrate.others_compute, calibrate._rates
-    for cache in caches:
-        cache.cache_clear()
-    ledger = predict_time(lab.load_config("fp32"), "cpu")
-    for cache in caches:
-        cache.cache_clear()
-    return ledger
-
-
-@pytest.mark.parametrize("busy_cpus", [1, 2])
-def test_a_cpu_is_measured_once_but_again_if_others_computed_on_it(
-    busy_cpus, tmp_path, monkeypatch
-):
-    """Of two CPUs torch has one here. Beside other programs a prediction knows no band."""
-    curves = {f"{kind} float32": [(1.0, 1e-9)] for kind in calibrate.OPERATIONS}
-    measured = iter([CpuRates((1e-5, 1e-5), curves), CpuRates((2e-5, 2e-5), curves)])
-    monkeypatch.setattr(calibrate, "measure_cpu", lambda: next(measured))
-    monkeypatch.setenv("LABUTILS_RUNS", str(tmp_path))
-    monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(machine, "busy_cpus", lambda: busy_cpus)
-    first, again = (predicted_in_a_process_of_its_own() for _ in range(2))
-    assert (first == again) == (busy_cpus == 1)
-    knows = "not known" not in first.why_band
-    assert knows == (first.high_ms < math.inf) == (first.low_ms > 0) == (busy_cpus == 1)
+def test_a_measured_operation_has_the_work_of_a_predicted_one():
+    flops, seconds = measured(PRODUCT, "float32", CPU, (64, 64))
+    moved, _ = measured(ELEMENTS, "float32", CPU, (64, 64))
+    assert (flops, moved) == (2 * 64**3, 3 * 4 * 64**2)
+    assert seconds > 0
