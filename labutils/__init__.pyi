@@ -30,7 +30,6 @@ from .memory.measure import peak_allocated as peak_allocated
 from .memory.tensors import compare_gradients as compare_gradients
 from .memory.tensors import flat_gradient as flat_gradient
 from .memory.tensors import saved_for_backward as saved_for_backward
-from .memory.tensors import window_gradient as window_gradient
 from .prediction import allocator as allocator
 from .prediction import arithmetic as arithmetic
 from .prediction.arithmetic import n_parameters as n_parameters

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,21 +68,6 @@ def compare_gradients(gradient: torch.Tensor, right: torch.Tensor) -> GradientDi
         length=(gradient.norm() / norm).item(),
         cosine=F.cosine_similarity(gradient, right, dim=0).item(),
     )
-
-
-def window_gradient(
-    model: nn.Module,
-    window: Iterable[Any],
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-) -> torch.Tensor:
-    """Return the sum of the gradients of `loss_fn(model, micro_batch)`, a scalar, over a window.
-
-    The result is `(n_parameters,)`, a copy. Gradients that stood in `.grad` before are lost.
-    """
-    model.zero_grad(set_to_none=True)
-    for micro_batch in window:
-        loss_fn(model, micro_batch).backward()
-    return flat_gradient(model)
 
 
 @contextmanager

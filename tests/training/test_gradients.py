@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import labutils as lab
-from tests.helpers import regression_batches, squared_error_sum, two_layers
 
 RIGHT = torch.tensor([3.0, 4.0])
 
@@ -19,14 +18,6 @@ RIGHT = torch.tensor([3.0, 4.0])
 )
 def test_error_length_and_direction_are_told_apart(gradient, says):
     assert str(lab.compare_gradients(gradient, RIGHT)) == says
-
-
-def test_gradients_from_before_do_not_count():
-    net, batches = two_layers(), regression_batches(2)
-    first = lab.window_gradient(net, batches, squared_error_sum)
-    assert torch.equal(lab.window_gradient(net, batches, squared_error_sum), first)
-    parts = [lab.window_gradient(net, [batch], squared_error_sum) for batch in batches]
-    assert torch.allclose(sum(parts), first)
 
 
 def test_a_window_pads_to_its_lengths_and_masks_the_rest():
