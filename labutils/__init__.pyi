@@ -16,7 +16,6 @@ from .guesses import guess as guess
 from .guesses import guessed as guessed
 from .guesses import scores as scores
 from .machine import card_of as card_of
-from .machine import matmul_rate as matmul_rate
 from .machine import support as support
 from .memory import snapshot as snapshot
 from .memory.device_memory import allocated_bytes as allocated_bytes
@@ -79,7 +78,6 @@ from .training.train import evaluate as evaluate
 from .training.train import to_device as to_device
 from .training.train import train as train
 from .workload.build import build as build
-from .workload.data import SlowSource as SlowSource
 from .workload.data import batches as batches
 from .workload.data import load_corpus as load_corpus
 from .workload.data import padded_window as padded_window

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -57,19 +56,8 @@ def own_ms(profiled: profile, device: torch.device) -> dict[str, tuple[float, in
     return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
 
 
-def ms_by_kind(own: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-    """Return {kind of operation: ms} from what `own_ms` returns.
-
-    Kinds are those of `memory.kinds`. What only looks at memory anew counts as elementwise.
-    """
-    by_kind: dict[str, float] = defaultdict(float)
-    for name, (ms, _) in own.items():
-        by_kind[kind_of(name)] += ms
-    return by_kind
-
-
 def product_ms(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return (milliseconds in matrix products, in all operations) of profiled calls."""
-    by_kind = ms_by_kind(own_ms(record(call, device, 3), device))
-    all_ms = sum(by_kind.values())
-    return sum(by_kind[kind] for kind in PRODUCT_KINDS), all_ms
+    own = own_ms(record(call, device, 3), device)
+    in_products = [ms for name, (ms, _) in own.items() if kind_of(name) in PRODUCT_KINDS]
+    return sum(in_products), sum(ms for ms, _ in own.values())

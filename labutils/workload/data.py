@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import sysconfig
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -207,24 +206,6 @@ def padded_window(
     names = "input_ids", "attention_mask", "labels"
     parts = [tensor.split(micro_batch_size) for tensor in (ids, mask.long(), labels)]
     return [dict(zip(names, batch, strict=True)) for batch in zip(*parts, strict=True)]
-
-
-@dataclass
-class SlowSource:
-    """Rows of `blocks`, `(n, T)`, for a DataLoader. Each sleeps for `ms` milliseconds first.
-
-    As from a disk or a network: to see what loading in advance does.
-    """
-
-    blocks: torch.Tensor
-    ms: float
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        time.sleep(self.ms / 1e3)
-        return {"input_ids": self.blocks[i], "labels": self.blocks[i]}
 
 
 def _stdlib_documents() -> Iterator[str]:

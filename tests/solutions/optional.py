@@ -78,7 +78,7 @@ def one_scale_per_square(x, block):
 # (notebook, cell, the answer's name, other names that the cell reads, answers)
 CELLS = [
     (
-        "speed",
+        "where_time_goes",
         "5fd5cc00",
         "floor_ms",
         {},

@@ -1,4 +1,4 @@
-"""Profiles of any call: operations once each, and their sums by kind."""
+"""Profiles of any call: operations once each, and the share of matrix products."""
 
 import torch
 
@@ -15,8 +15,8 @@ def test_operations_are_counted_and_annotations_left_out():
     assert times == sorted(times, reverse=True)
 
 
-def test_operations_are_summed_by_kind():
-    own = {"addmm": (3.0, 2), "mm": (1.0, 1), "add": (0.5, 4), "_softmax": (2.0, 1)}
-    own["_scaled_dot_product_flash_attention_for_cpu"] = (8.0, 1)
-    expected = {"product": 4.0, "elementwise": 0.5, "norm or softmax": 2.0, "flash attention": 8.0}
-    assert profiles.ms_by_kind(own) == expected
+def test_matrix_products_are_a_part_of_all_operations():
+    x = torch.ones(64, 64)
+    in_products, in_all = profiles.product_ms(lambda: torch.tanh(x @ x), CPU)
+    assert 0 < in_products < in_all
+    assert profiles.product_ms(lambda: torch.tanh(x), CPU)[0] == 0
