@@ -14,11 +14,11 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (46_882, 7_599),
-    "tests": (43_029, 6_500),
+    "labutils": (46_792, 7_583),
+    "tests": (43_028, 6_493),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_453, []),
+    "kit": (24_363, []),
     "engine": (10_783, ["prediction"]),
     "desk": (11_646, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
