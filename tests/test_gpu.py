@@ -234,7 +234,8 @@ def test_what_is_reserved_is_what_the_rules_say(changes, expandable):
     assert ours.peak_reserved == pytest.approx(statistics["reserved_bytes.all.peak"], rel=0.02)
     cap = smallest_limit(requests, ours)
     assert trials.run(1.03 * cap, expandable)
-    assert not trials.run(0.97 * cap, expandable)
+    # torch 2.11 asks in an order that leaves 4 % smaller holes, on an H100 as well
+    assert not trials.run((0.97 if torch.__version__ >= "2.12" else 0.95) * cap, expandable)
 
 
 def test_xl_stays_under_its_limit(runs):

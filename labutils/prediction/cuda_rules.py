@@ -100,6 +100,8 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
     scoped = partial(torch.library._scoped_library, "aten", "IMPL")
     with scoped("AutocastCPU") as autocast, scoped("AutogradCPU") as autograd:
         for name in FLOAT32_ON_CUDA.split():
+            if name == "rms_norm" and torch.__version__ < "2.12":  # not in its list yet
+                continue
             packet, _, overload = name.partition(".")
             operation = getattr(getattr(aten, packet), overload or "default")
             # private: where the CPU's autocast has a rule of its own, it is the same
