@@ -9,7 +9,7 @@
 | `ledger` | peaks of memory against the prediction; the tests marked `gpu`; a few rows of the allocator |
 | `notebooks34` | notebooks 03 and 04 |
 | `notebooks12` | notebooks 01 and 02 |
-| `bench` | several ways to train the same tokens, eager and compiled |
+| `bench` | several ways to train the same tokens, eager and compiled; times of many steps |
 
 Parts do not depend on each other. A part is a few commands, and one that fails or reaches the limit
 stops no other. What is done stands in OUT/done, and is not done again by a next call; tables
@@ -57,6 +57,7 @@ PARTS = {  # part: {command's name: its words}
     "bench": {
         "eager": [*BENCH, "--arms", "tutorial", "corrected", "plain", "--set", "compile=off"],
         "compiled": [*BENCH, "--arms", "plain_compiled"],
+        "steps": [*PYTHON, "benchmarks.step_times", "{out}/reference/card_steps.csv"],
     },
 }
 RUNS = {"bench": "reference/bench"}  # where a part's records go; else "runs"
