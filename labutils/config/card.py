@@ -77,6 +77,7 @@ class Speed:
     flash_forward: float = 0.68
     flash_backward: float = 0.50
     unaligned: float = 2.6  # times as long, a product on tensor cores with a side of odd length
+    unaligned_16bit: float = 0.0  # the same in 16 bits, where it is another number
     # What a linear layer reaches of the fastest square product: 74 of 81.3 TFLOP/s, BERT-large in
     # 16 bits on an RTX 3090 Ti, github.com/mli/transformers-benchmarks.
     layers: float = 0.91
@@ -170,7 +171,8 @@ CPU = Card("cpu", 0.0)
 TABLE = Path(__file__).with_name("cards.csv")
 KINDS = ("float32", "TF32", "float16", "bfloat16")  # of products
 # Of these columns, which are fields of `Speed`, most cards have the usual number.
-SHARES = ("elements_share", "rows_share", "flash_forward", "flash_backward", "unaligned")
+SHARES = ("elements_share", "rows_share", "flash_forward", "flash_backward")
+SHARES += ("unaligned", "unaligned_16bit")
 MOST_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}  # else 2048
 N_NEEDED = 6  # columns that have a number for each card
 # The peak in 16 bits, as times float32's: of V100, A100, H100 and B200. Others with BF16 are taken
