@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from labutils.plotting.memory import stacked_memory
 from labutils.plotting.style import (
     INK,
-    MUTED,
     PREDICTED_BAR,
     Look,
     look_of,
@@ -55,7 +55,12 @@ def four_panels(
     told += "".join(
         f". {words}" for word, words in FORMS.items() if word in " ".join(elsewhere or {})
     )
-    figure.supxlabel(told, x=0.01, ha="left", color=MUTED, size="medium")
+    look: Look = {"loc": "outside lower left", "ncols": 5, "frameon": False, "borderpad": 0}
+    handles, names = [], []
+    if key := peaks.get_legend():  # the figure's: as its column's, it pushes the right one away
+        handles, names = key.legend_handles, [text.get_text() for text in key.texts]
+        key.remove()
+    figure.legend(handles, names, title=told, alignment="left", **look)
     return axes
 
 
@@ -79,6 +84,7 @@ def _speeds(ax: Axes, devices: Mapping[str, Milliseconds]) -> None:
     for device, ms in devices.items():
         first, *others = ms
         headline: Look = {"xycoords": ax.get_yaxis_transform(), "va": "center", "weight": "bold"}
+        headline["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         ax.annotate(device, (0.01, row), **headline)
         for i, name in enumerate(others, start=1):
             row += 1
@@ -97,7 +103,7 @@ def _speeds(ax: Axes, devices: Mapping[str, Milliseconds]) -> None:
     ax.set(xscale="log", ylim=(row - 0.8, -0.7), yticks=ticks)
     ax.set_yticklabels(names, color=INK)
     ax.set_xticks([], minor=True)
-    ax.set_xticks([1 / 8, 1, 8], ["1/8", "1", "8"])
+    ax.set_xticks([1 / 8, 1 / 2, 1, 2, 8], ["1/8", "1/2", "1", "2", "8"])
     ax.margins(x=0.3)
     ax.set_title("Speed", fontsize="medium")
     ax.set_xlabel(f"× {first}'s on the same device", loc="left")
@@ -117,4 +123,6 @@ def _losses(ax: Axes, runs: Mapping[str, RunRecord]) -> None:
     name_lines(ax, ends)
     upright_unit(ax, "nats per token")
     ax.set_title("Training loss", fontsize="medium")
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_xlabel("tokens trained on", loc="left")

@@ -129,7 +129,8 @@ def name_lines(ax: Axes, ends: Sequence[tuple[float, float, str, object]]) -> No
             push = np.clip(gap - np.diff(heights[order]), 0, None) / 2
             heights[order[:-1]] -= push
             heights[order[1:]] += push
-        heights = np.maximum(heights, ax.bbox.y0 + gap / 2)
+        lowest = ax.bbox.y0 + gap * (0.5 + np.arange(len(order)))
+        heights[order] = np.maximum(heights[order], lowest)
         return Bbox.from_bounds(right[i], heights[i], 0, 0)
 
     names = [fill(text, 26) for _, _, text, _ in ends]
