@@ -365,7 +365,7 @@ def test_this_gpu_is_measured_once_and_predicted_from(monkeypatch):
     kinds = {"float32", "float16", "bfloat16"}
     kinds |= {"TF32"} if torch.cuda.get_device_capability() >= (8, 0) else set()
     assert set(speed.reached) == kinds
-    shares = speed.rows_share, speed.flash_forward, speed.flash_backward
+    shares = speed.rows_share, speed.flash_forward, speed.flash_backward, speed.unaligned_16bit
     assert min(*speed.reached.values(), speed.gb_per_s, *shares) > 0
     monkeypatch.setattr(calibrate, "measured", lambda *_: pytest.fail("measured again"))
     assert calibrate.rates_of(CUDA) == speed

@@ -35,15 +35,17 @@ def rates_of(device: torch.device) -> Speed:
     """
     gpu = machine.card(device).gpu
 
-    def rate(kind: str, dtype: str = FLOAT32) -> float:
-        work, seconds = measured(kind, dtype, device)
+    def rate(kind: str, dtype: str = FLOAT32, shape: tuple[int, ...] = ()) -> float:
+        work, seconds = measured(kind, dtype, device, shape)
         return work / seconds
 
+    half = "bfloat16" if gpu.has_bf16 else "float16"
     reached = {dtype: rate(PRODUCT, dtype) / 1e12 for dtype in DTYPES}
+    unaligned = {"unaligned_16bit": rate(PRODUCT, half) / rate(PRODUCT, half, ODD)}
     if gpu.capability >= (8, 0):
         with tf32(True):
             reached["TF32"] = rate(PRODUCT) / 1e12
-    half = "bfloat16" if gpu.has_bf16 else "float16"
+            unaligned["unaligned"] = rate(PRODUCT) / rate(PRODUCT, shape=ODD)
     forward = rate(FLASH, half) / (1e12 * reached[half])
     if not gpu.flash:  # older cards have another kernel, which is predicted as a share of this one
         forward /= EFFICIENT_SHARES[0]
@@ -56,10 +58,12 @@ def rates_of(device: torch.device) -> Speed:
         rows_share=rate(ROWS) / moved,
         flash_forward=forward,
         flash_backward=forward * Speed.flash_backward / Speed.flash_forward,
+        **unaligned,
     )
 
 
 WIDE = 2**16, 1024
+ODD = 4097, 4097  # sides of which none is a multiple of 16 bytes
 OPERATIONS = {  # kind: (shape of its tensors, a call with a function that returns one by one)
     PRODUCT: ((4096, 4096), lambda x: x() @ x()),
     FLASH: ((16, 12, 1024, 64), lambda x: F.scaled_dot_product_attention(x(), x(), x())),
