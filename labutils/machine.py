@@ -183,7 +183,7 @@ def card(device: torch.device) -> Card:
         n_sms=facts.multi_processor_count,
         threads_per_sm=facts.max_threads_per_multi_processor,
     )
-    return Card(THIS, free_gib + CONTEXT_GIB, gpu, is_here=True)
+    return Card(facts.name, free_gib + CONTEXT_GIB, gpu, is_here=True)
 
 
 def card_of(device: str | torch.device | Card) -> Card:

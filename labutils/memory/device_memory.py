@@ -128,7 +128,7 @@ def cublas_bytes() -> int:
     x = torch.ones(1, 1, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()
     # not `autograd.grad`: backward's own thread may hold what that returns a little longer
-    (x @ x).backward()
+    (x @ x).square().backward()  # a kernel first: without one, cuBLAS may warn of no CUDA context
     x.grad = None
     return torch.cuda.memory_allocated() - before
 

@@ -29,6 +29,7 @@ def record(
         schedule=schedule(wait=1, warmup=WARM_UP - 1, active=n),
         record_shapes=True,
         with_stack=stacks,
+        acc_events=True,  # there is one cycle; else torch warns that it clears those before
         # without `verbose` the stacks stay empty in some versions of torch
         experimental_config=torch._C._profiler._ExperimentalConfig(verbose=stacks),
     ) as profiled:
