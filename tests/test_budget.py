@@ -14,16 +14,16 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (46_792, 7_583),
-    "tests": (43_028, 6_493),
+    "labutils": (47_041, 7_610),
+    "tests": (43_219, 6_514),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_363, []),
-    "engine": (10_783, ["prediction"]),
+    "kit": (24_465, []),
+    "engine": (10_930, ["prediction"]),
     "desk": (11_646, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_186  # README, INSTRUCTORS and the package's README
+WORDS = 3_223  # README, INSTRUCTORS and the package's README
 FURTHER = 12  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -100,4 +100,4 @@ def test_optional_notebooks_stay_few():
 def test_benchmarks_stay_within_the_budget():
     paths = (REPO / "benchmarks").rglob("*.py")
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in paths)
-    assert lines <= 1_978, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 2_059, f"{lines:,} code lines in benchmarks/"
