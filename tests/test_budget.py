@@ -15,7 +15,7 @@ from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (47_041, 7_610),
-    "tests": (43_219, 6_514),
+    "tests": (43_221, 6_514),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_465, []),

@@ -35,7 +35,7 @@ def test_support_of_named_cards(card):
 def test_emulated_bf16_is_not_support(monkeypatch):
     """Asked for BF16 on a T4, torch says yes unless emulation is left out."""
     facts = SimpleNamespace(
-        major=7, minor=5, multi_processor_count=40, max_threads_per_multi_processor=1024
+        name="", major=7, minor=5, multi_processor_count=40, max_threads_per_multi_processor=1024
     )
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
