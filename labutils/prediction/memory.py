@@ -162,19 +162,20 @@ class Prediction:
         """The ledger of a step, and what the allocator takes from the card for three."""
         if self.card.gpu is None:
             return self.tensors
-        reserved, needed = {}, {}
-        for settings in {DEFAULT, EXPANDABLE, self.settings}:
-            unlimited = replayed(self.requests, CachingAllocator(settings=settings))
-            reserved[settings] = unlimited.peak_reserved
-            limit = smallest_limit(self.requests, unlimited)
-            needed[settings] = round(MARGIN * limit + CONTEXT_GIB * 2**30)
+        taken = {settings: self.taken(settings) for settings in {DEFAULT, EXPANDABLE}}
         figures = {
-            "reserved_bytes": reserved[DEFAULT],
-            "reserved_expandable_bytes": reserved[EXPANDABLE],
-            "needed_bytes": needed[self.settings],
-            "needed_expandable_bytes": needed[EXPANDABLE],
+            "reserved_bytes": taken[DEFAULT][0],
+            "reserved_expandable_bytes": taken[EXPANDABLE][0],
+            "needed_bytes": (taken.get(self.settings) or self.taken(self.settings))[1],
+            "needed_expandable_bytes": taken[EXPANDABLE][1],
         }
         return self.tensors.model_copy(update=figures)
+
+    def taken(self, settings: Settings) -> tuple[int, int]:
+        """Return the bytes that an allocator reserves, and those of the smallest card."""
+        unlimited = replayed(self.requests, CachingAllocator(settings=settings))
+        limit = smallest_limit(self.requests, unlimited)
+        return unlimited.peak_reserved, round(MARGIN * limit + CONTEXT_GIB * 2**30)
 
     def fits(self, budget_gib: float) -> bool:
         """Whether three steps complete in so much memory, on a card with its context in it."""

@@ -86,7 +86,9 @@ class Plan:
     @property
     def needed_gib(self) -> float:
         """The memory in GiB of the smallest device on which it runs."""
-        return needed_gib(self.prediction.ledger, self.card)
+        if self.card.gpu is None:
+            return needed_gib(self.prediction.tensors, self.card)
+        return self.prediction.taken(self.prediction.settings)[1] / 2**30
 
     def fits(self, budget_gib: float) -> bool:
         """Whether it runs in so much memory, on a card with its context in it."""
