@@ -162,11 +162,11 @@ class Prediction:
         """The ledger of a step, and what the allocator takes from the card for three."""
         if self.card.gpu is None:
             return self.tensors
-        taken = {settings: self.taken(settings) for settings in {DEFAULT, EXPANDABLE}}
+        taken = {one: self.taken(one) for one in {DEFAULT, EXPANDABLE, self.settings}}
         figures = {
             "reserved_bytes": taken[DEFAULT][0],
             "reserved_expandable_bytes": taken[EXPANDABLE][0],
-            "needed_bytes": (taken.get(self.settings) or self.taken(self.settings))[1],
+            "needed_bytes": taken[self.settings][1],
             "needed_expandable_bytes": taken[EXPANDABLE][1],
         }
         return self.tensors.model_copy(update=figures)

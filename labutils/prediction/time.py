@@ -6,9 +6,9 @@ takes is the answer of `GpuTime`. A CPU's steps are not predicted: they are meas
 
 What a card reaches was measured on single operations; `config.cards` names the sources. The
 constants below are estimates from the sources named beside them. None was fitted to whole steps.
-But some facts were looked for because whole steps were slower than predicted, and then taken from
-measurements of single operations: `layers` and `unaligned` of `config.card.Speed`, what an L4
-sustains, and softmax (`prediction.work`).
+But three facts were looked for because whole steps were slower than predicted, and then taken from
+measurements of single products: `layers` and `unaligned` of `config.card.Speed`, and what an L4
+sustains.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ UNALIGNED_COMPILED = 1.3
 # not measured.
 SIXTEEN_BIT_SHARES = {(8, 0): 0.82}  # by compute capability
 # How far below and above the prediction a measurement may lie, as shares of the prediction. No
-# constant was fitted to the steps of published.csv. They took 0.84 to 1.12 times as long as
+# constant was fitted to the steps of published.csv. They took 0.86 to 1.14 times as long as
 # predicted, compiled 0.85 to 1.47 times: `pytest -m slow -s tests/prediction/test_time.py` prints
 # the errors. Equal configs on equal cards differ by 7 %, compiled by 25 %, between three people.
 EAGER_BAND, COMPILED_BAND = (0.20, 0.25), (0.20, 0.40)
@@ -144,7 +144,7 @@ def predict_time(config: Config, device: Device = "a100") -> TimeLedger:
     PrecisionUnsupported if the card lacks what it asks for.
 
     The error on the 70 rows of `lab.published()`, to which no constant was fitted: 6 % in the
-    median, -1 % in the mean, from 32 % too fast to 20 % too slow; 69 lie in the band. Without what
+    median, -1 % in the mean, from 32 % too fast to 17 % too slow; 69 lie in the band. Without what
     was measured on their card: 11 % in the median, from 36 % too fast to 53 % too slow.
     """
     run = resolve(config, machine.card_of(device))
@@ -318,4 +318,4 @@ class Clock:
             return WIDE_BAND, "one sequence at a time: small operations, and the host matters"
         if self.is_compiled:
             return COMPILED_BAND, "compiled, published steps took 0.85 to 1.47 times as long"
-        return EAGER_BAND, "published steps took 0.84 to 1.12 times as long"
+        return EAGER_BAND, "published steps took 0.86 to 1.14 times as long"

@@ -10,16 +10,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, ELEMENTS, PRODUCT, kind_of
+from labutils.memory.kinds import ATTENTION_KINDS, BATCHED, PRODUCT, kind_of
 from labutils.memory.ledger import OPTIMIZER
 
 # Tensors that one launch of a kernel over lists takes, about (multi_tensor_apply.cuh).
 TENSORS_PER_LAUNCH = 30
 # Causal attention computes whole tiles of so many rows along the diagonal.
 DIAGONAL = 128
-# Rows of so many numbers have a softmax of one warp each (PersistentSoftmax.cuh). It reached 0.9
-# of an H100's bandwidth, as elementwise operations do; rows of 50,257 0.48, backward 0.65.
-WARP_ROWS = 1024
 SIXTEEN_BIT = torch.float16, torch.bfloat16
 
 
@@ -95,10 +92,6 @@ def work_of(
         reads=reads,
         writes=writes,
     )
-    if name.startswith(("_softmax", "_log_softmax")) and outputs[0].shape[-1] <= WARP_ROWS:
-        work.kind = ELEMENTS
-    if name == "_softmax_backward_data":  # SoftMax.cu multiplies gradient and result first
-        work.n_bytes, work.calls = work.n_bytes + 3 * given["grad_output"].nbytes, 2
     if work.kind in ATTENTION_KINDS:
         work.flops = _attention_flops(work, given)
     elif formula:

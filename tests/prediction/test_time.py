@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import labutils as lab
 from labutils.config.card import CARDS, Card, Speed
 from labutils.files import REFERENCE_DIR
-from labutils.memory.kinds import ELEMENTS, FLASH, ROWS
+from labutils.memory.kinds import ELEMENTS, FLASH
 from labutils.prediction.calibrate import measured
 from labutils.prediction.fusion import fuse
 from labutils.prediction.published import config_of_row, published
@@ -128,14 +128,6 @@ def test_bytes_take_their_time_and_16_bit_numbers_more_of_it_on_an_a100():
     assert [work.has_16bit for work in works_of(trace)][:7] == 2 * [False] + 5 * [True]
 
 
-@pytest.mark.parametrize(("keys", "kind"), [(1024, ELEMENTS), (1025, ROWS)])
-def test_softmax_over_few_keys_is_elementwise_and_its_gradient_has_a_third_tensor(keys, kind):
-    x = torch.zeros(64, keys)
-    loss = lambda model, x: (torch.softmax(model(x), -1) ** 2).sum()  # noqa: E731
-    works = works_of(trace_of(nn.Linear(keys, keys), x, loss))
-    assert [work.kind for work in works if work.n_bytes == 6 * x.nbytes] == [kind]
-
-
 def test_shares_and_phases_belong_to_the_step():
     fp32, fp16 = (predict_time(lab.load_config(name), "t4") for name in ("fp32", "fp16"))
     assert set(fp16.shares) == {PRODUCTS, "attention", MEMORY, LAUNCHES}
@@ -242,7 +234,7 @@ def test_published_steps_are_met_by_a_ledger_that_does_not_know_them():
     for _, own in ratios.groupby(known.id.str[0]):
         others = ratios.drop(own.index)
         held += [*own.between(*others.quantile([0.05, 0.95]))]
-    assert sum(held) / len(held) >= 0.84
+    assert sum(held) / len(held) >= 0.85
 
 
 @slow
