@@ -102,8 +102,6 @@ def run_part(part: str, out: Path, limit_s: float, site: Path | None = None) -> 
         "LABUTILS_RUNS": str(runs),
         "LABUTILS_LEDGER": str(out / "reference" / "ledger_card.csv"),
         PASSED: str(out / "passed"),
-        # as torch 2.13 does by itself; 2.11 keeps 1,000 KiB for cuBLASLt beside it
-        "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1",
     }
     paths = [str(REPO), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -13,5 +13,9 @@ __version__ = "0.1.0"
 # profiler about freed blocks. Torch reads this when it is imported: so a script or notebook imports
 # labutils before torch.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# So that a step takes the same bytes in every torch: before 2.13 cuBLASLt has a workspace beside
+# cuBLAS's, and from 2.15 on a workspace is given back after each product.
+os.environ.setdefault("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+os.environ.setdefault("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

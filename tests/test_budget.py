@@ -14,12 +14,12 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_023, 7_605),
+    "labutils": (47_072, 7_610),
     "tests": (43_151, 6_509),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_465, []),
-    "engine": (10_912, ["prediction"]),
+    "kit": (24_479, []),
+    "engine": (10_947, ["prediction"]),
     "desk": (11_646, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/

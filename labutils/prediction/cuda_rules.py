@@ -84,9 +84,10 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
         if mask is None and flash and q.dtype != torch.float32 and allowed.flash_sdp_enabled():
             flash_attention = aten._scaled_dot_product_flash_attention
             return flash_attention(q, k, v, p, causal, False, scale=scale)[0]
-        # before Ampere the other fused kernel takes no BF16 either, and it never takes groups of
-        # queries that share keys (sdp_utils.cpp)
-        has_kernel = (flash or q.dtype != torch.bfloat16) and q.shape[-3] == k.shape[-3]
+        # before Ampere the other fused kernel takes no BF16 either, and before torch 2.14 no groups
+        # of queries that share keys (sdp_utils.cpp)
+        takes_keys = q.shape[-3] == k.shape[-3] or torch.__version__ >= "2.14"
+        has_kernel = takes_keys and (flash or q.dtype != torch.bfloat16)
         if not (has_kernel and allowed.mem_efficient_sdp_enabled()):
             math_attention = aten._scaled_dot_product_attention_math
             options = {"scale": scale, "enable_gqa": enable_gqa}
@@ -178,12 +179,11 @@ def borrowed(operation: Any, args: tuple, gpu: Gpu) -> list[tuple[Rule, tuple[in
         gradient, indices, n_rows = args[:3]
         return [(_partial_sums, (indices.numel(), n_rows, gradient.shape[-1]))]
     if operation is aten._scaled_dot_product_flash_attention_backward.default:
-        (_, heads, _, _), (_, key_heads, n_keys, _) = args[1].shape, args[2].shape
-        shared = n_keys if key_heads != heads else 0
-        return [(partial(_flash_workspace, shared), args[1].shape)]
+        return [(partial(_flash_workspace, _expanded(*args[1:3])), args[1].shape)]
     if operation is aten._scaled_dot_product_efficient_attention_backward.default:
         # gradient times result, of which the sums over rows are needed
-        return [(partial(_elements, 4), args[1].shape), (_efficient_workspace, args[1].shape)]
+        kernel = partial(_efficient_workspace, _expanded(*args[1:3]))
+        return [(partial(_elements, 4), args[1].shape), (kernel, args[1].shape)]
     if operation is aten._softmax_backward_data.default:
         # gradient times result, before the sums over rows (SoftMax.cu)
         itemsize = torch.promote_types(args[0].dtype, args[1].dtype).itemsize
@@ -200,25 +200,29 @@ def _partial_sums(n_indices: int, n_rows: int, width: int) -> int:
     return (n_indices // ROWS_PER_THREAD + min(n_indices, n_rows)) * width * 4
 
 
-def _flash_workspace(shared: int, batch: int, heads: int, n_queries: int, width: int) -> int:
-    """Return the bytes of the queries' gradient in float32, and of one number for each row.
-
-    Where queries share keys, so many `shared`, each head has gradients of keys and values of its
-    own, in 16 bits (dk_expanded in flash_api.cpp).
+def _expanded(queries: torch.Tensor, keys: torch.Tensor) -> int:
+    """Return the bytes, per head and unit of width, of gradients of keys and values that each head
+    has of its own where queries share keys (dk_expanded in flash_api.cpp).
     """
+    is_shared = queries.shape[1] != keys.shape[1]
+    return is_shared * 2 * keys.shape[2] * keys.itemsize
+
+
+def _flash_workspace(expanded: int, batch: int, heads: int, n_queries: int, width: int) -> int:
+    """Return the bytes of the queries' gradient in float32, and of one number for each row."""
     rows = up(n_queries, FLASH_ROWS)
-    return batch * heads * (rows * (width + 1) * 4 + 2 * shared * width * 2)
+    return batch * heads * (rows * (width + 1) * 4 + expanded * width)
 
 
 def _elements(itemsize: int, *shape: int) -> int:
     return itemsize * math.prod(shape)
 
 
-def _efficient_workspace(batch: int, heads: int, n_queries: int, width: int) -> int:
+def _efficient_workspace(expanded: int, batch: int, heads: int, n_queries: int, width: int) -> int:
     """Return the bytes of the queries' gradient, summed in float32, and of a lock for each 64 of
     them.
     """
-    return batch * heads * (n_queries * width * 4 + -(-n_queries // 64) * 16)
+    return batch * heads * (n_queries * width * 4 + -(-n_queries // 64) * 16 + expanded * width)
 
 
 def _column_sums(gpu: Gpu, n_rows: int, n_columns: int) -> int:
