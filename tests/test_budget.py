@@ -14,12 +14,12 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_072, 7_610),
-    "tests": (43_151, 6_509),
+    "labutils": (47_224, 7_629),
+    "tests": (43_180, 6_514),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_479, []),
-    "engine": (10_947, ["prediction"]),
+    "engine": (11_099, ["prediction"]),
     "desk": (11_646, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/
@@ -100,4 +100,4 @@ def test_optional_notebooks_stay_few():
 def test_benchmarks_stay_within_the_budget():
     paths = (REPO / "benchmarks").rglob("*.py")
     lines = sum(size(path.read_text(encoding="utf-8"))[1] for path in paths)
-    assert lines <= 2_059, f"{lines:,} code lines in benchmarks/"
+    assert lines <= 2_060, f"{lines:,} code lines in benchmarks/"

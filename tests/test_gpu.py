@@ -14,7 +14,7 @@ from benchmarks.allocator_table import Trials
 from labutils.machine import card_of
 from labutils.memory.ledger import MemoryLedger
 from labutils.memory.tensors import tensor_bytes
-from labutils.prediction import calibrate
+from labutils.prediction import calibrate, time
 from labutils.prediction.allocator import CachingAllocator, Settings
 from labutils.prediction.memory import replayed, smallest_limit
 from labutils.techniques import precision
@@ -369,4 +369,9 @@ def test_this_gpu_is_measured_once_and_predicted_from(monkeypatch):
     assert min(*speed.reached.values(), speed.gb_per_s, *shares) > 0
     monkeypatch.setattr(calibrate, "measured", lambda *_: pytest.fail("measured again"))
     assert calibrate.rates_of(CUDA) == speed
-    assert lab.predict_time(lab.load_config("fp32", **SMALL), CUDA).step_ms > 0
+    config = lab.load_config("fp32", **SMALL)
+    assert lab.predict_time(config, CUDA).step_ms > 0
+    monkeypatch.setattr(time, "call_seconds", lambda device: 1.0)
+    ledger = lab.predict_time(config, CUDA)
+    assert ledger.launch_bound
+    assert ledger.step_ms > 1e5

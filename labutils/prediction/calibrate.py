@@ -1,10 +1,11 @@
-"""Measure single operations on a GPU of this machine: its steps are predicted from them, where
-nothing else says how fast it is.
+"""Measure single operations on a GPU of this machine, and its host: its steps are predicted from
+them, where nothing else says how fast it is.
 """
 
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from functools import lru_cache, partial
 
 import torch
@@ -13,9 +14,13 @@ from torch.utils.benchmark import Timer
 
 from labutils import machine
 from labutils.config.card import Speed
+from labutils.config.reader import load_config
 from labutils.memory.kinds import ELEMENTS, FLASH, PRODUCT, ROWS
 from labutils.prediction.trace import StorageLog
 from labutils.techniques.precision import tf32
+from labutils.techniques.step import take_step
+from labutils.workload.build import build_workload
+from labutils.workload.data import build_data
 
 SECONDS = 0.02  # for each measurement; the fastest calls in it count
 N_TENSORS = 2  # operands are taken in turn: in a step, caches hold others too
@@ -60,6 +65,25 @@ def rates_of(device: torch.device) -> Speed:
         flash_backward=forward * Speed.flash_backward / Speed.flash_forward,
         **unaligned,
     )
+
+
+@lru_cache(maxsize=4)
+def call_seconds(device: torch.device) -> float:
+    """Measure what the host takes from one operation to the next: by steps of the small GPT-2.
+
+    They keep no card busy. The quickest of some tenths of a second count, once in a process.
+    """
+    config = load_config("fp32").on("cpu")
+    work = build_workload(config, device, build_data(config))
+    batch = {name: ids.to(device) for name, ids in next(iter(work.data.batches)).items()}
+    rest = {"n_targets": 1, "autocast": nullcontext, "scaler": work.scaler}
+    step = partial(take_step, work.model, [batch], work.loss_fn, work.optimizer, **rest)
+    step()
+    with StorageLog() as log:
+        step()
+    n_calls = sum(event.work.calls for event in log.events if event.work)
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=10 * SECONDS).times) / n_calls
 
 
 WIDE = 2**16, 1024

@@ -40,7 +40,7 @@ from labutils.memory.kinds import (
     ROWS,
 )
 from labutils.memory.ledger import FROZEN, GRADIENTS
-from labutils.prediction.calibrate import EFFICIENT_SHARES, rates_of
+from labutils.prediction.calibrate import EFFICIENT_SHARES, call_seconds, rates_of
 from labutils.prediction.fusion import OPTIMIZER_PHASE, fuse
 from labutils.prediction.memory import Device, segments_of
 from labutils.prediction.trace import (
@@ -63,8 +63,9 @@ SHARES = PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (
 )
 SHARE_OF = {PRODUCT: PRODUCTS, BATCHED: ATTENTION, FLASH: ATTENTION, EFFICIENT: ATTENTION}
 # Host: from one call of torch to the next, with autograd; 7 to 20 µs were measured by others.
+# This machine's is measured. From compiled code, a third is assumed.
 CALL_SECONDS = 12e-6
-COMPILED_CALL_SECONDS = 4e-6
+COMPILED_CALL_SHARE = 1 / 3
 # Assumed: a kernel's start and end, behind another, whatever it computes.
 KERNEL_SECONDS = 3e-6
 # A product is computed in tiles, one or more waves of as many as there are multiprocessors:
@@ -138,8 +139,9 @@ def predict_time(config: Config, device: Device = "a100") -> TimeLedger:
     """Return the predicted time of one training step of a config on a card, after warm-up.
 
     `device` as for `predict_memory`, but no CPU. For this machine's GPU single operations are
-    measured (`prediction.calibrate`); for another card they are published measurements. Not
-    predicted: clocks lowered for heat or power, loading data, other hosts, other versions of torch.
+    measured, and its host (`prediction.calibrate`); for another card operations are published
+    measurements, and the host is assumed. Not predicted: clocks lowered for heat or power, loading
+    data, other hosts, other versions of torch.
     Raises ValueError for a CPU, ConfigError if the config cannot run there, and
     PrecisionUnsupported if the card lacks what it asks for.
 
@@ -193,8 +195,6 @@ def _unscaling(trace: Trace) -> Segment:
 @dataclass(frozen=True)
 class GpuTime:
     """Seconds of operations on a card. `tf32`: products of float32 numbers may round to TF32."""
-
-    call_seconds = CALL_SECONDS, COMPILED_CALL_SECONDS
 
     card: Card
     tf32: bool
@@ -252,13 +252,14 @@ class Clock:
     def __init__(self, card: Card, *, tf32: bool, fused: dict[Work, Work] | None = None) -> None:
         """`fused`: what a compiler leaves of operations; None where there is no compiler.
 
-        A GPU of this machine is measured: nothing else says how fast it is.
+        A GPU of this machine is measured, and its host: nothing else says how fast they are.
         """
         if card.gpu is None:
             raise ValueError("times are predicted for cards; a CPU's are measured: labutils run")
         self.fused, self.is_compiled = fused or {}, fused is not None
         self.card = card if card.speed else replace(card, speed=rates_of(torch.device("cuda")))
         self.time = GpuTime(self.card, tf32, self.is_compiled)
+        self.call_seconds = call_seconds(torch.device("cuda")) if card.is_here else CALL_SECONDS
         self.host = self.device = 0.0  # seconds since the step began
         self.needs_tensor_cores = tf32  # or 16 bits
         self.busy = dict.fromkeys(SHARES[:3], 0.0)
@@ -278,7 +279,8 @@ class Clock:
         left = self.fused.get(work, work)
         seconds = self.time.seconds(left)
         is_compiled = self.is_compiled and phase != OPTIMIZER_PHASE
-        self.host += left.calls * self.time.call_seconds[is_compiled]
+        share = COMPILED_CALL_SHARE if is_compiled else 1
+        self.host += left.calls * share * self.call_seconds
         self.device = max(self.device, self.host) + seconds
         self.needs_tensor_cores |= work.has_16bit
         self.busy[SHARE_OF.get(work.kind, MEMORY)] += seconds
