@@ -15,7 +15,7 @@ from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (47_199, 7_626),
-    "tests": (43_180, 6_514),
+    "tests": (43_202, 6_518),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_479, []),

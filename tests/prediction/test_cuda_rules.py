@@ -33,14 +33,18 @@ ASKED = [
     (embedding(2048), [0]),
     (embedding(4096), [13839360]),
     (
-        (aten._scaled_dot_product_efficient_attention_backward.default, (Q, Q)),
+        (aten._scaled_dot_product_efficient_attention_backward.default, (Q, Q, Q)),
         [12582912, 12595200],
+    ),
+    (  # of 12 heads four share keys and values, whose gradients come for each
+        (aten._scaled_dot_product_efficient_attention_backward.default, (Q, Q, Q[:, :3])),
+        [12582912, 12595200 + 2 * 12582912],
     ),
     (
         (aten._scaled_dot_product_flash_attention_backward.default, (Q16, Q16, Q16)),
         [786432 + 50331648],
     ),
-    (  # of 12 heads four share keys and values, whose gradients come for each
+    (
         (aten._scaled_dot_product_flash_attention_backward.default, (Q16, Q16, Q16[:, :3])),
         [786432 + 50331648 + 2 * 25165824],
     ),
