@@ -5,10 +5,9 @@
 
 A step is one of `lab.train`, from a batch in the host's memory to updated weights. Its time lies
 between two events in the card's stream, so the host need not wait. A row has the median of STEPS
-steps after WARM others, the quickest, the peaks of bytes allocated and reserved, and what this host
-takes for a call (`prediction.calibrate`), in microseconds. With `--profile` two more steps run
-under torch's profiler: for each operation and shape, or kernel, milliseconds on the card. Let
-nothing else run beside it.
+steps after WARM others, the quickest, and the peaks of bytes allocated and reserved. With
+`--profile` two more steps run under torch's profiler: for each operation and shape, or kernel,
+milliseconds on the card. Let nothing else run beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
 from labutils.machine import choose_device
 from labutils.memory.device_memory import free_memory
-from labutils.prediction.calibrate import call_seconds
 from labutils.prediction.published import config_of_row
 from labutils.techniques import precision
 from labutils.training.train import train
@@ -90,7 +88,6 @@ def figures_of(config: Config, device: torch.device, profiler: profile | None) -
         "quickest_ms": round(min(ms), 2),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "call_us": round(1e6 * call_seconds(device), 1),
     }
 
 

@@ -82,8 +82,8 @@ def call_seconds(device: torch.device) -> float:
     with StorageLog() as log:
         step()
     n_calls = sum(event.work.calls for event in log.events if event.work)
-    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=10 * SECONDS).times) / n_calls
+    times = Timer("step()", globals={"step": step}).blocked_autorange(min_run_time=10 * SECONDS)
+    return min(times.times) / n_calls
 
 
 WIDE = 2**16, 1024

@@ -12,7 +12,7 @@ import labutils as lab
 from labutils.config.card import CARDS, Card, Speed
 from labutils.files import REFERENCE_DIR
 from labutils.memory.kinds import ELEMENTS, FLASH
-from labutils.prediction.calibrate import measured
+from labutils.prediction.calibrate import call_seconds, measured
 from labutils.prediction.fusion import fuse
 from labutils.prediction.published import config_of_row, published
 from labutils.prediction.time import (
@@ -271,3 +271,4 @@ def test_a_measured_operation_has_the_work_of_a_predicted_one():
     moved, _ = measured(ELEMENTS, "float32", CPU, (64, 64))
     assert (flops, moved) == (2 * 64**3, 3 * 4 * 64**2)
     assert seconds > 0
+    assert 1e-6 < call_seconds(CPU) < 5e-3  # a step has some 230 calls
