@@ -14,12 +14,12 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_195, 7_626),
-    "tests": (43_192, 6_515),
+    "labutils": (47_204, 7_627),
+    "tests": (43_296, 6_525),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_479, []),
-    "engine": (11_070, ["prediction"]),
+    "kit": (24_473, []),
+    "engine": (11_085, ["prediction"]),
     "desk": (11_646, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/

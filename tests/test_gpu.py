@@ -369,5 +369,7 @@ def test_this_gpu_is_measured_once_and_predicted_from(monkeypatch):
     assert min(*speed.reached.values(), speed.gb_per_s, *shares) > 0
     monkeypatch.setattr(calibrate, "measured", lambda *_: pytest.fail("measured again"))
     assert calibrate.rates_of(CUDA) == speed
-    monkeypatch.setattr(time, "call_seconds", lambda device: 1.0)
+    monkeypatch.setattr(time, "call_seconds", lambda on: torch.rand(9, device=on).numel())
+    before = torch.cuda.get_rng_state()
     assert lab.predict_time(lab.load_config("fp32", **SMALL), CUDA).step_ms > 1e5
+    assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -102,19 +102,13 @@ class Optimizer:
     help: str = ""
     moment_bits: int = 32  # of each number that it keeps
     is_adamw: bool = True
-    has_implementations: bool = True  # torch's own: see OPTIMIZER_IMPLEMENTATIONS
 
 
 OPTIMIZERS = Rows(
     "optimizers",
     Optimizer("adamw"),
-    Optimizer("adamw_bf16", moment_bits=16, has_implementations=False),
-    Optimizer(
-        "adamw_8bit",
-        "moments in fewer bytes",
-        moment_bits=8,
-        has_implementations=False,
-    ),
+    Optimizer("adamw_bf16", moment_bits=16),
+    Optimizer("adamw_8bit", "moments in fewer bytes", moment_bits=8),
     Optimizer("muon", "in blocks", is_adamw=False),
     Optimizer("sgd", is_adamw=False),
 )

@@ -257,9 +257,14 @@ class Clock:
         if card.gpu is None:
             raise ValueError("times are predicted for cards; a CPU's are measured: labutils run")
         self.fused, self.is_compiled = fused or {}, fused is not None
-        self.card = card if card.speed else replace(card, speed=rates_of(torch.device("cuda")))
-        self.time = GpuTime(self.card, tf32, self.is_compiled)
-        self.call_seconds = call_seconds(torch.device("cuda")) if card.is_here else CALL_SECONDS
+        self.call_seconds = CALL_SECONDS
+        if card.is_here:
+            device = torch.device("cuda")
+            with torch.random.fork_rng([device]):  # whoever draws numbers goes on with theirs
+                card = replace(card, speed=card.speed or rates_of(device))
+                self.call_seconds = call_seconds(device)
+        self.card = card
+        self.time = GpuTime(card, tf32, self.is_compiled)
         self.host = self.device = 0.0  # seconds since the step began
         self.needs_tensor_cores = tf32  # or 16 bits
         self.busy = dict.fromkeys(SHARES[:3], 0.0)

@@ -495,6 +495,7 @@ def _once(log: StorageLog, optimizer: LowBitAdamW) -> None:
 SAME = {
     "name": "x",
     "weights": "random",
+    "seed": 0,
     "steps": 1,
     "lr_warmup_steps": 0,
     "compile": "off",
@@ -530,7 +531,7 @@ def _traced(config_json: str, gpu: Gpu | None) -> Trace:
 
     with fake_world(gpu) as (log, _):
         with default_dtype(precision.weights_dtype(config.precision)):
-            model = float32_model(config)
+            model = float32_model(config, seed=None)  # torch's generator stays as it is
         micro_batches = []
         for _ in range(config.grad_accum_steps):
             ids = torch.zeros((config.micro_batch_size, config.seq_len), dtype=torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,10 +61,9 @@ def build_experiment_model(config: Config, device: torch.device) -> nn.Module:
     return float32_model(config).to(device, dtype=precision.weights_dtype(config.precision))
 
 
-def float32_model(config: Config, n_layer: int | None = None) -> nn.Module:
-    """Return a config's model, float32, on the CPU; of another depth if `n_layer` says so."""
-    switches = {key: getattr(config, key) for key in MODEL_KEYS}
-    return build_model(**switches, n_layer=n_layer)
+def float32_model(config: Config, **others: Any) -> nn.Module:
+    """Return a config's model, float32, on the CPU; `others` are arguments of `build_model`."""
+    return build_model(**{key: getattr(config, key) for key in MODEL_KEYS} | others)
 
 
 def build_optimizer(

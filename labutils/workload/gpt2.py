@@ -19,7 +19,7 @@ def build_model(
     model: str | Model = "gpt2-nano",
     *,
     seq_len: int = 1024,
-    seed: int = 0,
+    seed: int | None = 0,
     weights: str = "random",
     dropout: float = 0.1,
     activation: str = "gelu_new",
@@ -33,10 +33,11 @@ def build_model(
 
     A row of one's own in place of a name builds any other size.
 
-    Input and output embedding are one tensor (tied). Random weights are drawn from `seed` and touch
-    no network; positions beyond 1024 are allowed. `n_layer` builds another depth than the named
-    one, with random weights. `gradient_checkpointing` is a policy: see
-    `CheckpointedBlocks`; `attention` a kernel: see `use_attention`.
+    Input and output embedding are one tensor (tied). Random weights are drawn from `seed` (None:
+    torch's generator goes on from where it is) and touch no network; positions beyond 1024 are
+    allowed. `n_layer` builds another depth than the named one, with random weights.
+    `gradient_checkpointing` is a policy: see `CheckpointedBlocks`; `attention` a kernel: see
+    `use_attention`.
     Raises ValueError for an unknown name, and WeightsUnavailable, within seconds, if pretrained
     weights cannot be had.
     """
@@ -52,7 +53,8 @@ def build_model(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a progress bar without ipywidgets, say
         from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(seed)
+    if seed is not None:
+        torch.manual_seed(seed)
     if WEIGHTS[weights].name == "pretrained":
         folder = hub_folder(row.name)
         built = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32, **switches)

@@ -59,6 +59,7 @@ CHECKPOINTED = {"seq_len": 96, "micro_batch_size": 3, "tokens_per_step": 288, "o
 LEAN = {"optimizer": "adamw_8bit", "activation": "gelu_tanh", "max_grad_norm": 0.0}
 NANO = {"model": "gpt2-nano", "seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 1024}
 SAME_BYTES = partial(pytest.approx, rel=0.005)
+OLD = torch.__version__ < "2.12"
 
 
 def measured_second_step(model, optimizer, micro_batches, loss_fn, **how):
@@ -139,6 +140,14 @@ def test_prediction_is_what_this_cpus_allocator_gives(changes):
 
 
 # ---- What the trace knows of torch
+
+
+@pytest.mark.parametrize("device", ["cpu", "a100"])
+def test_a_prediction_leaves_torchs_random_numbers_alone(device):
+    before = torch.manual_seed(5).get_state()
+    changes = TINY | {"seq_len": 48, "tokens_per_step": 96}  # a step that no other test has traced
+    predict_memory(lab.load_config("fp32", **changes), device)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_cuda_rules_are_gone_afterwards():
@@ -267,8 +276,8 @@ def test_what_cannot_be_predicted_is_said_with_its_line(loss_fn, optimizer, word
         ("shared keys", "h200", "bf16", 124683264),
         ("shared keys", "t4", "fp16", 238584832),
         ("cross entropy", "h200", "fp32", 221337088),
-        ("cross entropy", "h200", "bf16", 198260224),
-        ("cross entropy", "t4", "fp16", 141907456),
+        ("cross entropy", "h200", "bf16", 202454528 if OLD else 198260224),
+        ("cross entropy", "t4", "fp16", 146101760 if OLD else 141907456),
     ],
 )
 def test_what_only_cuda_has_kernels_for_takes_what_its_allocator_gave(
@@ -282,7 +291,7 @@ def test_what_only_cuda_has_kernels_for_takes_what_its_allocator_gave(
 
 @pytest.mark.parametrize(
     ("precision", "n_bytes"),  # read off torch's CUDA allocator, without a card
-    [("fp32", 152814080), ("bf16", 141110784)],
+    [("fp32", 153113088 if OLD else 152814080), ("bf16", 141130752 if OLD else 141110784)],
 )
 def test_a_mixture_of_experts_takes_what_the_allocator_gave(precision, n_bytes):
     """By `grouped_mm`, as transformers' models by default: the same bytes for any routing."""
