@@ -295,9 +295,9 @@ def size_that_fits(config: Config, limit: int = 8) -> Changes:
     `micro_batch_size` is at most `limit`. Where not one sequence fits, it is 1, and `model` is not
     the config's but the largest smaller one of which one sequence fits, or the smallest of all.
     """
-    if not torch.cuda.is_available():
+    card = machine.card(choose_device())
+    if card.gpu is None:
         return {}
-    card = machine.card_of(machine.THIS)
     names = list(MODELS)  # from the smallest to the largest
     for model in reversed(names[: names.index(config.model) + 1]):
         smaller = config.model_copy(update={"model": model})

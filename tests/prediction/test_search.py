@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 import labutils as lab
 from benchmarks.configs import shipped
@@ -202,13 +201,12 @@ def test_a_model_that_does_not_fit_the_card_gives_way_to_a_smaller_one(
     monkeypatch, free_gib, model, size
 ):
     card = replace(CARDS["rtx4060"], memory_gib=free_gib)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machine, "card_of", lambda device: card)
+    monkeypatch.setattr(machine, "card", lambda device: card)
     changes = lab.size_that_fits(lab.load_config("checkpointing").on("cuda"))
     assert changes["model"] == model
     assert changes["micro_batch_size"] == (size or changes["micro_batch_size"])
     assert changes["tokens_per_step"] == 512 * changes["micro_batch_size"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "card", lambda device: replace(card, gpu=None))
     assert lab.size_that_fits(lab.load_config("checkpointing").on("cpu")) == {}
 
 
