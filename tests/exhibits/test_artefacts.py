@@ -8,6 +8,7 @@ from operator import getitem
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import torch
 
 import labutils as lab
 from benchmarks import exhibit_tables as tables
@@ -29,6 +30,8 @@ FREE = {"name", "note", "overrides"}  # what a file says about itself
 
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_words_arguments_and_data_are_up_to_date_and_small(name):
+    if name == "number" and torch.__version__ < "2.12":  # pytorch/pytorch#178817
+        pytest.skip("this torch makes NaN of numbers beyond E4M3's largest, later ones the largest")
     file = stored(name)
     exhibit, ax = made(name, file["data"])
     plt.close(ax.figure)

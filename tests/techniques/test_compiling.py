@@ -36,11 +36,10 @@ def test_compiled_loss_and_gradients_are_the_eager_ones(mode):
 
 
 def test_without_a_compiler_it_runs_eagerly_and_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
     # else what another run has compiled is found
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
-    with torch._inductor.config.patch(fx_graph_cache=False):
+    with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",), "fx_graph_cache": False}):
         compiled = CompiledLoss(lab.lm_loss_sum, "default", CPU)
         assert loss_and_gradient(compiled)[0] == loss_and_gradient(lab.lm_loss_sum)[0]
     assert "eagerly, since" in compiled.report and "No working C++ compiler" in compiled.report
