@@ -414,12 +414,13 @@ def grade_folder(folder: Path, out: Path, timeout: float = 120) -> pd.DataFrame:
     """Run the notebooks below a folder; return a row for each student, a column for each exercise.
 
     Writes this table as `scores.csv`, with the number of right answers, and `misconceptions.csv`:
-    how many students had which. A verdict is what the notebook said when it ran here. It proves
-    nothing about who wrote it. A student is a folder below `folder`, or a file in it; hidden ones
-    are left out. The column `notebook` says who has none, and whose cannot be read.
+    how many students had which; both after each student, so that Ctrl-C loses none. A verdict is
+    what the notebook said when it ran here. It proves nothing about who wrote it. A student is a
+    folder below `folder`, or a file in it; hidden ones are left out. The column `notebook` says who
+    has none, and whose cannot be read.
     Raises FileNotFoundError if nobody has a notebook.
     """
-    course = [_exercises(read_notebook(path)) for path in all_notebooks()]
+    course = [_exercises(read_notebook(path)) for path in core_notebooks()]
     whose: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
@@ -427,40 +428,51 @@ def grade_folder(folder: Path, out: Path, timeout: float = 120) -> pd.DataFrame:
         if top.resolve() == out.resolve() or any(part.startswith(NOT_WORK) for part in parts):
             continue
         notebooks = whose.setdefault(top.name if top.is_dir() else top.stem, [])
-        notebooks += [path] if path.suffix == ".ipynb" else []
+        notebooks += [path] if path.suffix.lower() == ".ipynb" else []
     if not any(whose.values()):
         raise FileNotFoundError(f"no notebook is below {folder}; if archives are, unpack them")
+    make_folder(out)
     rows: dict[str, dict[str, str]] = {}
     for student, paths in tqdm(whose.items(), "students", file=sys.stdout, mininterval=1):
         row = rows[student] = {} if paths else {"notebook": f"{LOOK}no notebook"}
         for path in paths:
             try:
                 verdicts = verdicts_of(path, timeout)
-            except (OSError, ConfigError) as error:
+            except Exception as error:  # whatever is odd in it costs no other student
                 reason = str(error).removeprefix(f"{path} is not a notebook: ")
                 row["notebook"] = f"{LOOK}cannot be read: {reason}"
                 continue
-            of_course = max(course, key=lambda names: len(names & verdicts.keys()))
-            if of_course & verdicts.keys():
+            of_course = max(course, key=lambda names: len(names.keys() & verdicts.keys()))
+            if of_course.keys() & verdicts.keys():
                 verdicts = dict.fromkeys(of_course, f"{LOOK}its check was not called") | verdicts
             is_right = {name for name, verdict in row.items() if verdict == "right"}
             row |= {name: verdicts[name] for name in verdicts if name not in is_right}
         if not row:
             row["notebook"] = f"{LOOK}no check is called; optional notebooks judge themselves"
+        scores = _write_scores(rows, course, out)
+    return scores
+
+
+def _write_scores(
+    rows: dict[str, dict[str, str]], course: list[dict[str, None]], out: Path
+) -> pd.DataFrame:
+    """Write the tables of some students; return the first, its columns in the course's order."""
     scores = pd.DataFrame.from_dict(rows, orient="index", dtype=object).rename_axis("student")
+    columns = {name: None for names in ({"notebook": None}, *course, scores) for name in names}
+    scores = scores[[name for name in columns if name in scores]]
     wrong = scores.melt(var_name="exercise", value_name="misconception").dropna()
     wrong = wrong[wrong.misconception.str.startswith("wrong: ")]
     wrong.misconception = wrong.misconception.str.removeprefix("wrong: ")
     scores.insert(0, "right", (scores == "right").sum(axis=1))
-    make_folder(out)
     scores.to_csv(out / "scores.csv")
     wrong.value_counts().rename("students").to_csv(out / "misconceptions.csv")
     return scores
 
 
-def _exercises(notebook: nbformat.NotebookNode) -> set[str]:
+def _exercises(notebook: nbformat.NotebookNode) -> dict[str, None]:
+    """Return the names of the exercises that a notebook checks, in order."""
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    return set(CALL.findall("\n".join(code)))
+    return dict.fromkeys(CALL.findall("\n".join(code)))
 
 
 def verdicts_of(path: Path, timeout: float) -> dict[str, str]:
@@ -468,10 +480,12 @@ def verdicts_of(path: Path, timeout: float) -> dict[str, str]:
     "look at this: …"}.
 
     A cell that takes longer than `timeout` seconds, or that ends its kernel, is left out and the
-    notebook runs once more, so that one answer does not cost the others. Raises as `read_notebook`
-    does.
+    notebook runs once more, so that one answer does not cost the others. A notebook that nowhere
+    names the exercises is not run. Raises as `read_notebook` does.
     """
     notebook = read_notebook(path)
+    if not any("exercises" in cell.source for cell in notebook.cells):
+        return {}
     reasons: dict[int, str] = {}
     for _ in range(1 + len(notebook.cells)):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -78,7 +78,7 @@ def course(tmp_path: Path, monkeypatch) -> Path:
     """A course of one notebook with two exercises."""
     path = tmp_path / "course.ipynb"
     write(path, submission(runs="my_runs = None", step=STEP))
-    monkeypatch.setattr(pages, "all_notebooks", lambda: [path])
+    monkeypatch.setattr(pages, "core_notebooks", lambda: [path])
     return path
 
 
@@ -111,8 +111,11 @@ def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(tmp_path):
     with_mark = (folder / "wrong" / "a.ipynb").read_text(encoding="utf-8")
     (folder / "mark" / "a.ipynb").write_text(with_mark, encoding="utf-8-sig")
     (folder / "cut" / "a.ipynb").write_text('{"cells": [')
-    write(folder / "blank.ipynb", ["'no exercise'"])
+    write(folder / "blank.IPYNB", ["raise SystemExit('not run: no exercise_')"])
     (folder / "anna.ipynb").write_text("<html>")
+    (folder / "odd.ipynb").write_text(
+        with_mark.replace('"metadata": {}', '"metadata": {"tags": null}')
+    )
     (folder / "packed.zip").write_bytes(b"PK")
     reasons = {
         "cut": "look at this: cannot be read: it is damaged, or ends too early",
@@ -120,10 +123,12 @@ def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(tmp_path):
         "packed": "look at this: no notebook",
         "nobody": "look at this: no notebook",
         "blank": "look at this: no check is called",
+        "odd": "look at this: cannot be read: ",
     }
     for _ in range(2):  # the tables may lie beside the work: they are nobody's
         scores = grade_folder(folder, folder / "grades")
         assert set(scores.index) == {"mark", "wrong", *reasons} and not scores.right.any()
+        assert list(scores) == ["right", "notebook", "block_runs", "amp_step"]
         assert scores.block_runs["mark"].startswith("wrong: that is a step without checkpoints")
         assert scores.amp_step["mark"] == "look at this: its check was not called"
         for student, reason in reasons.items():
@@ -148,6 +153,21 @@ def test_a_class_of_one_who_calls_no_check_has_its_row(tmp_path):
     scores = grade_folder(tmp_path / "class", tmp_path / "out")
     words = "look at this: no check is called; optional notebooks judge themselves"
     assert scores.notebook.to_dict() == {"anna": words}
+
+
+def test_who_ends_the_command_keeps_what_is_graded(tmp_path, monkeypatch):
+    for student in ("anna", "ben"):
+        write(tmp_path / "class" / f"{student}.ipynb", [])
+
+    def verdicts(path: Path, timeout: float) -> dict[str, str]:
+        if path.stem == "ben":
+            raise KeyboardInterrupt
+        return {"block_runs": "right"}
+
+    monkeypatch.setattr(pages, "verdicts_of", verdicts)
+    with pytest.raises(KeyboardInterrupt):
+        grade_folder(tmp_path / "class", tmp_path / "out")
+    assert list(pd.read_csv(tmp_path / "out" / "scores.csv").student) == ["anna"]
 
 
 def test_a_folder_without_notebooks_is_named(tmp_path):
