@@ -94,6 +94,7 @@ def guess(
     noted too, and `scores` says so. Raises ValueError for what is not a number or not a range, and
     for `more` than a number: what a decimal comma makes of it.
     """
+    made = _guesses.setdefault(name, Guess(name, what))  # what is refused has a result all the same
     given = (value, low, high)
     for number in given:
         if number is not None and (isinstance(number, bool | str) or not _is_finite(number)):
@@ -104,7 +105,6 @@ def guess(
         raise ValueError(f"{name}: a range needs both ends, low=… and high=…")
     if low is not None and low > high:
         raise ValueError(f"{name}: low is {low}, which is above high, {high}")
-    made = _guesses.setdefault(name, Guess(name, what))
     if (made.value, made.low, made.high) != given:
         made.was_early = made.measured is None and made.predicted is None
     made.what, made.value, made.low, made.high = what, *given
@@ -144,7 +144,8 @@ def answer(
         return
     late = "" if made.was_early else " (made after the result)"
     if made.measured is not None:
-        print(f"your guess{late}: {_shown(made)}; measured: {made.measured:.4g}: {_verdict(made)}")
+        result = _cell(made.measured)
+        print(f"your guess{late}: {_shown(made)}; result: {result:g}: {_verdict(made)}")
     elif made.predicted is not None:  # a prediction is no result: no verdict, no score
         print(f"your guess{late}: {_shown(made)}; no result here, predicted: {made.predicted:.4g}")
 

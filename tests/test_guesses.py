@@ -36,14 +36,14 @@ TOO_LARGE = "not right, since the result is too small to matter"
 @pytest.mark.parametrize(
     ("given", "result", "score", "says"),
     [
-        ({"value": 50}, 84.5, "no", "your guess: 50; measured: 84.5: 0.59 times the result"),
-        ({"value": 69}, 84.5, "yes", "your guess: 69; measured: 84.5: right"),
+        ({"value": 50}, 84.5, "no", "your guess: 50; result: 84.5: 0.59 times the result"),
+        ({"value": 69}, 84.5, "yes", "your guess: 69; result: 84.5: right"),
         ({"value": 101}, 84.5, "yes", "right"),
         ({"value": 67}, 84.5, "no", "0.79 times the result"),
         ({"value": -80}, -84.5, "yes", "right"),
-        ({"value": 0}, 0, "yes", "measured: 0: right"),
-        ({"value": 5}, 0, "no", "measured: 0: not right"),
-        ({"low": 50, "high": 90}, 84.5, "yes", "your guess: 50 to 90; measured: 84.5: right"),
+        ({"value": 0}, 0, "yes", "result: 0: right"),
+        ({"value": 5}, 0, "no", "result: 0: not right"),
+        ({"low": 50, "high": 90}, 84.5, "yes", "your guess: 50 to 90; result: 84.5: right"),
         ({"low": 50, "high": 60}, 84.5, "no", "0.65 times the result"),
         # 11.39 is what the notebook works out by hand; who does may round
         ({"value": 11.8}, 9.0, "as by hand", "as by hand, 11.39, and this missed"),
@@ -52,7 +52,7 @@ TOO_LARGE = "not right, since the result is too small to matter"
         ({"value": 11.4}, 10.0, "yes", "right"),  # it is by hand, and near
         ({"value": 11.4}, None, "", "no result here, predicted: 11.39"),
         # what is too small to matter is right if the guess is too
-        ({"value": 0.2}, difference(0.1), "yes", "measured: 0.2033: right"),
+        ({"value": 0.2}, difference(0.1), "yes", "result: 0.2033: right"),
         ({"value": 0.29}, difference(0.3), "yes", "right"),
         ({"value": -0.31}, difference(0.3), "no", TOO_LARGE),
         ({"value": 0.31}, difference(0.3), "no", TOO_LARGE),
