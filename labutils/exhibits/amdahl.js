@@ -38,7 +38,7 @@ export function mount(root, data) {
   const share = slider("share of matmuls in the step", { min: 0, max: 100, step: 0.5 }, (x) =>
     set({ share: x / 100 }),
   );
-  const speed = slider("speed of one matmul", { min: -6, max: 6, step: 0.05 }, (x) =>
+  const speed = slider("speed of one matmul", { min: -7, max: 6, step: 0.05 }, (x) =>
     set({ product: 2 ** x }),
   );
   const places = points.map((point) => [point.card ?? point.name, point]);
@@ -61,15 +61,20 @@ export function mount(root, data) {
   const isHere = (point) => point.share === state.share && point.product === state.product;
 
   function showChart() {
+    const lowest = Math.min(...points.map((at) => Math.log2(amdahl(at.share, at.product))));
     const [x, y] = [
-      { from: -6, to: 6 },
-      { from: -3, to: 4 },
+      { from: -7, to: 6 },
+      { from: Math.min(-3, Math.floor(lowest)), to: 4 },
     ];
     const asTick = (e) => [e, e < 0 ? `1/${2 ** -e}` : `${2 ** e}`];
     const isShown = (up) => up >= y.from && up <= y.to;
     picture.begin(
       { ...x, ticks: [-6, -4, -2, 0, 2, 4, 6].map(asTick), title: "speed of one matmul, ×" },
-      { ...y, ticks: [-3, -2, -1, 0, 1, 2, 3, 4].map(asTick), title: "speed of the step, ×" },
+      {
+        ...y,
+        ticks: [-6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4].filter(isShown).map(asTick),
+        title: "speed of the step, ×",
+      },
     );
     const curve = [];
     for (let e = x.from; e <= x.to; e += 0.1)

@@ -52,7 +52,7 @@ def block_history(
         look: Look = {
             "color": color,
             "edgecolor": "white",
-            "linewidth": 0.15 * line_width,
+            "linewidth": 0.15 * line_width if len(trace) < 1000 else 0,  # or all would be edges
             "align": "edge",
         }
         ax.bar(begins, sizes / MIB, ends - begins, places / MIB, **look)

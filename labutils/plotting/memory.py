@@ -125,7 +125,7 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
     by_category = table[:, 1:].T / MIB
     rows = {n: row for n, row in zip(ledger.categories, by_category, strict=True) if row.any()}
     for name, layer in zip(rows, ax.stackplot(at, list(rows.values())), strict=True):
-        layer.set(facecolor=color_of(name), edgecolor="white", linewidth=0.5)
+        layer.set(facecolor=color_of(name), linewidth=0)  # an edge would hide a short peak
     # On CUDA the peak lies between two looks at the allocator, so above what is drawn.
     top = ledger.peak_bytes / MIB
     at_peak = at[by_category.sum(axis=0).argmax()]
