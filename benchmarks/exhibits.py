@@ -124,7 +124,7 @@ def segments() -> Made:
 
 # ---- Allocator
 
-# Section 1 of notebook 04: (words, tensors that go, MiB of new ones). Tensors are counted from 0.
+# Notebook 04's story, section 2: (words, tensors that go, MiB of new ones). Tensors are counted from 0.
 STORY = (
     ("30 tensors of 3 MiB", [], 30 * [3]),
     ("every second one deleted", [*range(0, 30, 2)], []),

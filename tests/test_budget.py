@@ -14,16 +14,17 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_204, 7_627),
-    "tests": (43_296, 6_525),
+    "labutils": (47_302, 7_637),
+    "tests": (43_544, 6_560),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_473, []),
+    "kit": (24_478, []),
     "engine": (11_085, ["prediction"]),
-    "desk": (11_646, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (11_739, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
-PAGE_LINES = 3_932  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_223  # README, INSTRUCTORS and the package's README
+WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
+PAGE_LINES = 3_935  # HTML, JavaScript, CSS and templates in labutils/
+WORDS = 3_420  # README, INSTRUCTORS and the package's README
 FURTHER = 12  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
@@ -66,7 +67,7 @@ def test_code_stays_within_the_budget(folder):
     sizes = [size(path.read_text(encoding="utf-8")) for path in (REPO / folder).rglob("*.py")]
     nodes, lines = (sum(numbers) for numbers in zip(*sizes, strict=True))
     assert (nodes <= AT_MOST[folder][0], lines <= AT_MOST[folder][1]) == (True, True), (
-        f"{folder}: {nodes:,} nodes and {lines:,} code lines; at most {AT_MOST[folder]}"
+        f"{folder}: {nodes:,} nodes and {lines:,} code lines; at most {AT_MOST[folder]}. {WAYS_OUT}"
     )
 
 
@@ -77,7 +78,7 @@ def test_each_storey_stays_within_its_own(storey):
         room = path.relative_to(REPO / "labutils").parts[0]
         of = next((name for name, (_, rooms) in STOREYS.items() if room in rooms), "kit")
         nodes[of] += size(path.read_text(encoding="utf-8"))[0]
-    assert nodes[storey] <= STOREYS[storey][0], f"{nodes} nodes"
+    assert nodes[storey] <= STOREYS[storey][0], f"{nodes} nodes. {WAYS_OUT}"
 
 
 def test_pages_stay_within_the_budget():

@@ -25,6 +25,15 @@ OVERFLOWS = 2.0**20  # some steps of FP16 are skipped, others are not
 TINY = {"model": "gpt2-nano", "seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 128}
 
 
+def test_each_key_of_a_config_is_used_or_refused():
+    """A new key is read by the script, or it stands in HERE with what is refused."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    keys = [key for key in lab.Config.model_fields if key != "overrides"]  # what a run has changed
+    assert not [key for key in keys if f'"{key}"' not in text]
+    shipped = (REPO / "configs" / "fp32_config.yaml").read_text(encoding="utf-8")
+    assert not [key for key in keys if f"\n{key}:" not in shipped]
+
+
 @pytest.fixture
 def little_text(monkeypatch):
     """Python's language reference cut to 3 chapters: both then read on in its library."""

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from functools import reduce
 from operator import getitem
 
@@ -12,11 +13,12 @@ import torch
 
 import labutils as lab
 from benchmarks import exhibit_tables as tables
-from benchmarks.exhibits import EXHIBITS, made
+from benchmarks.exhibits import EXHIBITS, made, reserved_mib
 from labutils.exhibits.play import FOLDER
+from labutils.prediction.allocator import DEFAULT
 from labutils.prediction.time import predict_time
 from tests.exhibits.conftest import stored
-from tests.helpers import slow, slowest
+from tests.helpers import REPO, slow, slowest
 
 STALE = "an exhibit is out of date: make exhibits, or for what is predicted AGAIN=--again"
 ANSWERS = """(data, cases) => cases.map(([setting, batch]) => {
@@ -38,6 +40,12 @@ def test_words_arguments_and_data_are_up_to_date_and_small(name):
     assert (FOLDER / f"{name}.json").stat().st_size <= 60_000
     # as text: NaN is not equal to itself
     assert json.dumps(file) == json.dumps(exhibit | {"still": file["still"]}), STALE
+
+
+def test_allocator_tells_the_story_of_notebook_04():
+    notebook = (REPO / "04-Memory_Profiling.ipynb").read_text(encoding="utf-8")
+    printed = re.findall(r"allocated +\d+ MiB, reserved +(\d+)", notebook)
+    assert list(map(int, printed)) == reserved_mib(DEFAULT)
 
 
 @pytest.mark.parametrize(
