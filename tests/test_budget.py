@@ -14,17 +14,17 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_302, 7_637),
-    "tests": (43_544, 6_560),
+    "labutils": (47_354, 7_644),
+    "tests": (43_551, 6_562),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
-    "kit": (24_478, []),
+    "kit": (24_530, []),
     "engine": (11_085, ["prediction"]),
     "desk": (11_739, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
 PAGE_LINES = 3_935  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_420  # README, INSTRUCTORS and the package's README
+WORDS = 3_453  # README, INSTRUCTORS and the package's README
 FURTHER = 12  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

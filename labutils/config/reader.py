@@ -6,6 +6,7 @@ pydantic gives them their types: so 1e-4 is a number, and `off` a word.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -76,7 +77,8 @@ class YamlFile:
             reason = f"{error.strerror.lower()}; name one YAML file.{hint}"
             raise ConfigError(f"{path}: {reason}") from None
         except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line + 1
+            ended = "end of stream" in error.problem  # what is open there began further up
+            line = (error.context_mark if ended else error.problem_mark).line + 1
             raise ConfigError(f"{path}:{line}: not YAML: {error.problem}. {EXPECTED}") from None
         except (ValueError, yaml.YAMLError, RecursionError) as error:  # not UTF-8 text, say
             raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
@@ -174,6 +176,9 @@ def card_named(name: str) -> Card:
     )
 
 
+MOST = {"capability": 20, "tflops": 5_000}  # by a column's last word: beyond it a unit slipped
+
+
 def load_card(path: str | os.PathLike[str]) -> Card:
     """Return the card that a YAML file describes, with the columns of `cards.csv` as keys.
 
@@ -192,6 +197,10 @@ def load_card(path: str | os.PathLike[str]) -> Card:
         elif not text or (key != "name" and not re.fullmatch(ABOVE_0, str(text))):
             expected = "a name" if key == "name" else "a number above 0, such as 8.9"
             file.add(key, f"`{key}`: expected {expected}, got {text!r}")
+        elif key != "name" and float(text) > MOST.get(key.rpartition("_")[2], math.inf):
+            file.add(
+                key, f"`{key}`: {text} is more than any card has; such as 8.6, or 19.2 TFLOP/s"
+            )
     for key in COLUMNS[:N_NEEDED]:
         if key not in file.texts:
             file.add("", f"missing: `{key}`")

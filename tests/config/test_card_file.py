@@ -73,6 +73,7 @@ def test_a_card_s_name_is_no_file():
     ("before", "after", "expected"),
     [
         ("448", "0.0", "card.yaml:5: `bandwidth_gb_s`: expected a number above 0, such as 8.9"),
+        ("20.3", "20300", "card.yaml:6: `float32_tflops`: 20300 is more than any card has"),
         ("memory_gib: 7.6\n", "", "card.yaml: missing: `memory_gib`"),
         ("float16_tflops", "float16_tflop", "unknown key `float16_tflop`. Did you mean `float16_"),
     ],

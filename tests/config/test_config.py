@@ -122,6 +122,7 @@ def test_a_step_in_backward_needs_one_whole_micro_batch(write):
     ("text", "expected"),
     [
         ("a: [1, 2", "not YAML"),
+        ('seed: 0\nnote: "a\nsteps: 6\n', ":2: not YAML: found unexpected end of stream"),
         ("", "Expected lines of `key: value`"),
         ("seed: 0\n---\nseed: 1\n", "another document"),
         ("steps: 6\n\tseed: 0\n", "indented with spaces"),
