@@ -15,7 +15,7 @@ from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (47_354, 7_644),
-    "tests": (43_551, 6_562),
+    "tests": (43_566, 6_563),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_530, []),

@@ -111,7 +111,7 @@ def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(tmp_path):
     with_mark = (folder / "wrong" / "a.ipynb").read_text(encoding="utf-8")
     (folder / "mark" / "a.ipynb").write_text(with_mark, encoding="utf-8-sig")
     (folder / "cut" / "a.ipynb").write_text('{"cells": [')
-    write(folder / "blank.IPYNB", ["raise SystemExit('not run: no exercise_')"])
+    write(folder / "blank.IPYNB", [f"open({str(tmp_path / 'ran')!r}, 'w')"])
     (folder / "anna.ipynb").write_text("<html>")
     (folder / "odd.ipynb").write_text(
         with_mark.replace('"metadata": {}', '"metadata": {"tags": null}')
@@ -134,6 +134,7 @@ def test_work_that_cannot_be_read_has_a_row_and_costs_no_other(tmp_path):
         for student, reason in reasons.items():
             assert scores.notebook[student].startswith(reason)
     assert list(pd.read_csv(folder / "grades" / "misconceptions.csv").students) == [2]
+    assert not (tmp_path / "ran").exists()  # what names no exercise
 
 
 def test_a_cell_that_ignores_interrupts_costs_no_other_answer(tmp_path, capfd):

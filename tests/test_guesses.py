@@ -113,6 +113,7 @@ def test_running_a_section_again_leaves_an_early_guess_early():
 def test_what_is_no_guess_is_refused_in_words(given):
     with pytest.raises(ValueError, match="peak: "):
         guesses.guess("peak", "peak", **given)
+    guesses.answer("peak", 1)  # its cell goes on
 
 
 def test_an_answer_to_nothing_names_what_there_is():
