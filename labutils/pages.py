@@ -382,14 +382,11 @@ def write_student_copy(path: Path, folder: Path) -> Path:
     """Write a notebook without outputs and without solutions into a folder; return the copy's path.
 
     A guess then comes before its result. Cells tagged `solution` are left out. A notebook of the
-    course keeps its place below the folder, so that links lead from copy to copy. Raises OSError
-    if the copy is there already.
+    course keeps its place below the folder, so that links lead from copy to copy, and those to
+    pictures and other files back into the course. Raises OSError if the copy is there already.
     """
     notebook = read_notebook(path)
     notebook.cells = [c for c in notebook.cells if "solution" not in c.metadata.get("tags", [])]
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
     source, place = path.resolve(), Path(path.name)
     if source.is_relative_to(REPO_DIR):
         place = source.relative_to(REPO_DIR)
@@ -397,6 +394,18 @@ def write_student_copy(path: Path, folder: Path) -> Path:
     target = folder / place
     if target.exists():
         raise FileExistsError(f"{target} exists already; choose another folder")
+
+    def from_copy(link: re.Match) -> str:
+        file = source.parent / link[1]
+        if file.suffix == ".ipynb" or not file.is_file():
+            return link[0]
+        return f"]({Path(os.path.relpath(file, target.resolve().parent)).as_posix()})"
+
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+        else:
+            cell.source = re.sub(r"\]\(([^()#:]+)\)", from_copy, cell.source)
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
     return target
 

@@ -14,13 +14,13 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_354, 7_644),
-    "tests": (43_566, 6_563),
+    "labutils": (47_410, 7_651),
+    "tests": (43_586, 6_566),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_530, []),
     "engine": (11_085, ["prediction"]),
-    "desk": (11_739, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
+    "desk": (11_795, ["session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"]),
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
 PAGE_LINES = 3_935  # HTML, JavaScript, CSS and templates in labutils/

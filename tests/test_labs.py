@@ -20,9 +20,12 @@ def test_a_student_copy_has_no_outputs_and_no_solutions(tmp_path, capsys):
     question = nbformat.v4.new_code_cell("print('?')", execution_count=1)
     question.outputs = [nbformat.v4.new_output("stream", text="?")]
     notebook = tmp_path / "quick.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=[question, solution]), notebook)
+    (tmp_path / "two.svg").touch()
+    text = nbformat.v4.new_markdown_cell("![of two\nlines](two.svg), [on](quick.ipynb), [](a.b#c)")
+    nbformat.write(nbformat.v4.new_notebook(cells=[question, solution, text]), notebook)
     assert main(["labs", "--student", str(tmp_path / "course"), str(notebook)]) == 0
-    [cell] = nbformat.read(tmp_path / "course" / "quick.ipynb", as_version=4).cells
+    cell, text = nbformat.read(tmp_path / "course" / "quick.ipynb", as_version=4).cells
+    assert text.source == "![of two\nlines](../two.svg), [on](quick.ipynb), [](a.b#c)"
     assert cell.source == "print('?')" and not cell.outputs and cell.execution_count is None
     assert main(["labs", "--student", str(tmp_path / "course"), str(notebook)]) == 1
     assert "exists already; choose another folder" in capsys.readouterr().err
