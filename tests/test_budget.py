@@ -15,7 +15,7 @@ from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
     "labutils": (47_410, 7_651),
-    "tests": (43_586, 6_566),
+    "tests": (43_606, 6_568),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_530, []),
