@@ -14,8 +14,8 @@ import pytest
 from tests.helpers import REPO
 
 AT_MOST = {  # folder: (nodes, code lines)
-    "labutils": (47_410, 7_651),
-    "tests": (43_606, 6_568),
+    "labutils": (47_399, 7_646),
+    "tests": (43_603, 6_568),
 }
 STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no other
     "kit": (24_530, []),
@@ -24,7 +24,7 @@ STOREYS = {  # of labutils: (nodes, its rooms); the kit is all that is in no oth
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
 PAGE_LINES = 3_935  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_463  # README, INSTRUCTORS and the package's README
+WORDS = 3_461  # README, INSTRUCTORS and the package's README
 FURTHER = 12  # optional notebooks
 SKIPPED = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

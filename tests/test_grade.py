@@ -160,7 +160,7 @@ def test_who_ends_the_command_keeps_what_is_graded(tmp_path, monkeypatch):
     for student in ("anna", "ben"):
         write(tmp_path / "class" / f"{student}.ipynb", [])
 
-    def verdicts(path: Path, timeout: float) -> dict[str, str]:
+    def verdicts(path, timeout):
         if path.stem == "ben":
             raise KeyboardInterrupt
         return {"block_runs": "right"}

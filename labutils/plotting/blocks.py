@@ -49,12 +49,7 @@ def block_history(
     line_width = min(1, 20 / len(segments))  # many lines would hide what they divide
     for drawn, color in zip((segments, *boxes.values()), colors, strict=True):
         begins, ends, places, sizes = np.array(drawn).T
-        look: Look = {
-            "color": color,
-            "edgecolor": "white",
-            "linewidth": 0.15 * line_width if len(trace) < 1000 else 0,  # or all would be edges
-            "align": "edge",
-        }
+        look: Look = {"color": color, "linewidth": 0, "align": "edge"}  # or all would be edges
         ax.bar(begins, sizes / MIB, ends - begins, places / MIB, **look)
     begins, ends, places, _ = np.array(segments)[1:].T
     ax.hlines(places / MIB, begins, ends, colors="white", lw=line_width)

@@ -71,18 +71,20 @@ def test_real_gradients_have_the_fate_that_torch_gives_them(node):
     values = tables.real_gradients()
     octaves = tables.counted(values)
     function = "(octaves, format, power) => count({ octaves, format: completed(format) }, power)"
-    data = stored("loss_scale")["data"]
     for power in (0, 6, 7, 19, 20, 30):
         page = node("loss_scale", function, octaves, described(FP16), power)
         fate = tables.fp16_fate(values, 2.0**power)
         assert {name: n / sum(page.values()) for name, n in page.items()} == fate
         assert tables.fp16_fate(tables.as_counted(octaves), 2.0**power) == fate
-        # another CPU rounds otherwise, and the smallest gradients are what rounding has left
-        shown = tables.fp16_fate(tables.as_counted(data["octaves"]), 2.0**power)
-        assert shown == pytest.approx(fate, abs=3e-4)
+    # another CPU rounds otherwise: a few of a million gradients change their place, and those below
+    # 2^-39 are what rounding has left
+    data = stored("loss_scale")["data"]
+    here = {e: counts for e, *counts in octaves}
+    for e, *counts in data["octaves"]:
+        assert e < -39 or counts == pytest.approx(here[e], rel=0.01, abs=10)
     largest = tables.TABLES["loss_scale"]["largest"]()
     assert data["largest"][:12] == pytest.approx(largest[:12], rel=1e-3)
-    assert data["largest"] == pytest.approx(largest, rel=0.05)  # with each step less alike
+    assert data["largest"] == pytest.approx(largest, rel=0.02)  # with each step less alike
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**30])
