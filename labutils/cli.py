@@ -226,7 +226,7 @@ def predict(
                 f"{verdict} {whose}: it needs {math.ceil(100 * needed) / 100:.2f} GiB", flush=True
             )
     time = predict_time(experiment, place) if place.gpu else None
-    note = _emulation(experiment, place, time.step_ms) if time else MEASURED_HERE
+    note = _slowness(experiment, place, time.step_ms) if time else MEASURED_HERE
     if not as_json:
         print(*(["", time] if time else []), *([note] if note else []), sep="\n", flush=True)
     if not fits:
@@ -362,16 +362,19 @@ def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None
     return card.memory_gib, f"{card.name}, {card.memory_gib:g} GiB"
 
 
-def _emulation(config: Config, card: Card, step_ms: float) -> str:
-    """Return a sentence on a precision that a card would emulate, or ""."""
+def _slowness(config: Config, card: Card, step_ms: float) -> str:
+    """Return a sentence on a precision that is slow on a card, or ""."""
     from labutils.config.choices import WITHOUT_BF16
     from labutils.config.schema import ConfigError, precision_on
     from labutils.prediction.time import predict_time
 
     precision = precision_on(config.precision, card)
-    if not card.gpu or card.support(precision).ok:
+    support = card.support(precision)
+    if not support.slow:
         return ""
-    note = f"{card.name} has no hardware for {precision}, which would be emulated"
+    note = f"{precision} is slow on {card.name}: {support.reason}"
+    if precision == WITHOUT_BF16.name:
+        return note
     instead = config.model_copy(update={"precision": WITHOUT_BF16.name})
     with suppress(ConfigError):  # it may ask for what FP16 cannot do
         times = step_ms / predict_time(instead, card).step_ms

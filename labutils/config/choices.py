@@ -42,8 +42,7 @@ class Precision:
     fast_since: tuple[int, int] = (0, 0)  # NVIDIA compute capability with hardware for it
     not_on_cpu: str = ""  # why a CPU cannot
     without_hardware: str = ""  # what an older card lacks
-    runs_without_hardware: bool = True
-    is_emulated: bool = False  # torch computes it all the same, slowly: predicted, not trained
+    runs_without_hardware: bool = True  # slowly
 
     @property
     def is_16bit(self) -> bool:
@@ -61,9 +60,7 @@ BF16 = Precision(
     products="bfloat16",
     autocast=True,
     fast_since=(8, 0),
-    without_hardware="has no BF16 hardware, only emulation; use fp16",
-    runs_without_hardware=False,
-    is_emulated=True,
+    without_hardware="has no BF16 hardware: torch emulates it; fp16 is faster",
 )
 PRECISIONS = Rows(
     "precisions",

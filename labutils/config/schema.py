@@ -410,17 +410,15 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
     """Decide what a config leaves open: values for a CPU, the 16-bit precision, the steps.
 
     Raises ConfigError if its values do not agree on this kind of device, and PrecisionUnsupported
-    if the card lacks what they ask for. What a card that is not here would emulate is allowed: it
-    can be predicted. A CPU is asked only `to_train`: its products are timed, and the bytes of a
-    step do not depend on them.
+    if the card lacks what they ask for. A CPU is asked only `to_train`: its products are timed, and
+    the bytes of a step do not depend on them.
     """
     resolved, changes = config.on(card.device_type), config.changes(card.device_type)
     precision = precision_on(resolved.precision, card)
     resolved = resolved.model_copy(update={"precision": precision})
     if card.gpu is None and not to_train:
         return Run(resolved, card, resolved.steps, changes)
-    may_emulate = PRECISIONS[precision].is_emulated and not (to_train or card.is_here)
-    support = card.support(precision) if may_emulate else card.require(precision)
+    support = card.require(precision)
     needed = ATTENTION[resolved.attention].since
     if card.gpu and card.gpu.capability < needed:
         kind = resolved.attention

@@ -131,7 +131,7 @@ def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
     has_chunks = 0 < config.loss_chunk_tokens <= CHUNK_TOKENS
     has_expandable = card.gpu and not (card.is_here and without_expandable_segments())
     is_16bit = PRECISIONS[config.precision].is_16bit
-    is_emulated = card.gpu and not card.support(config.precision).ok
+    is_emulated = card.gpu and card.support(config.precision).slow
     in_backward: Changes = {"optimizer_in_backward": True}
     if config.max_grad_norm:
         in_backward["max_grad_norm"] = 0.0

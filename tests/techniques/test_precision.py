@@ -6,7 +6,8 @@ import torch
 from labutils import machine
 from labutils.config.card import Card, Gpu
 from labutils.config.choices import PRECISIONS
-from labutils.config.schema import precision_on
+from labutils.config.reader import load_config
+from labutils.config.schema import precision_on, resolve
 from labutils.techniques import precision
 from labutils.training.run import datasheet_tflops
 from tests.helpers import CPU
@@ -16,24 +17,25 @@ def gpu(capability) -> Card:
     return Card("some card", 8.0, Gpu(capability, 40, 1024))
 
 
-CARDS = {  # compute capability → precisions with fast hardware, precisions refused
-    "T4": ((7, 5), {"fp16"}, {"tf32", "bf16"}),
-    "A100": ((8, 0), {"fp16", "tf32", "bf16"}, set()),
+CARDS = {  # compute capability → precisions with fast hardware, emulated, and refused ones
+    "T4": ((7, 5), {"fp16"}, {"bf16"}, {"tf32"}),
+    "A100": ((8, 0), {"fp16", "tf32", "bf16"}, set(), set()),
 }
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_support_of_named_cards(card):
-    capability, fast, refused = CARDS[card]
+    capability, fast, slow, refused = CARDS[card]
     answers = {p: gpu(capability).support(p) for p in ("tf32", "fp16", "bf16")}
     assert {p for p, a in answers.items() if not a.ok} == refused
+    assert {p for p, a in answers.items() if a.ok and a.slow} == slow
     assert {p for p, a in answers.items() if a.ok and not a.slow} == fast
     assert all(a.reason for a in answers.values())
-    assert all("use fp16" in answers[p].reason for p in refused)
+    assert all("fp16" in answers[p].reason for p in refused | slow)
 
 
-def test_emulated_bf16_is_not_support(monkeypatch):
-    """Asked for BF16 on a T4, torch says yes unless emulation is left out."""
+def test_emulated_bf16_is_slow(monkeypatch):
+    """Asked for BF16 on a T4, torch says yes, as if it had hardware for it."""
     facts = SimpleNamespace(
         name="", major=7, minor=5, multi_processor_count=40, max_threads_per_multi_processor=1024
     )
@@ -42,8 +44,10 @@ def test_emulated_bf16_is_not_support(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(machine, "free_bytes", lambda device: 2**33)
-    assert not machine.support("bf16", torch.device("cuda")).ok
-    assert machine.support("fp16", torch.device("cuda")).ok
+    t4 = machine.card(torch.device("cuda"))
+    assert t4.support("bf16").slow and not t4.support("fp16").slow
+    steps = {name: resolve(load_config(name), t4).steps for name in ("fp16", "bf16")}
+    assert steps == {"fp16": 60, "bf16": 8}
 
 
 def test_tf32_switch_is_put_back():
