@@ -17,7 +17,7 @@
 # All set themselves up.
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # Two processes with a thread each: threads that wait for each other's are slower than none.
 TWO_AT_ONCE := OMP_NUM_THREADS=1
 PYTEST = $(BIN)/python -m pytest -q --durations=5
@@ -28,9 +28,20 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 .PHONY: readme site configs exhibits bench records gpu wheels clean
 .NOTPARALLEL: # one card: what runs beside it would change its times
 
+# torch's build, as download.pytorch.org names it: TORCH=cpu, cu130, rocm7.1; pip: what pip finds.
+# Where no NVIDIA GPU is seen it is cpu, because on Linux pip would find CUDA's, of several GB.
+TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null)$(wildcard /dev/nvidiactl),pip,cpu)
+TORCH_INDEX = https://download.pytorch.org/whl/$(TORCH)
+# One attempt. A build that was asked for is needed; else a course with another one beats none.
+TAKE_TORCH = @$(BIN)/python -m pip install -q --no-deps --retries 0 --timeout 10 \
+	--index-url $(TORCH_INDEX) $(shell grep ^torch== constraints.txt) \
+	$(if $(filter file,$(origin TORCH)),|| echo "no torch from $(TORCH_INDEX): pip takes what it finds")
+
 $(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(if $(filter pip,$(TORCH)),,$(TAKE_TORCH))
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[lab,test,frameworks]"
+	@$(BIN)/python -c "import torch; print(f'torch {torch.__version__} (make TORCH=… takes another)')"
 	touch $@
 
 labs: $(VENV)/installed

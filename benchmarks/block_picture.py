@@ -1,14 +1,24 @@
 """`make readme`: what a block of GPT-2 keeps for backward, as `reference/block.svg`.
 
-The picture of notebook 03, section 1, and of the README. It has the operations of a block in two rows, and
+The picture of the README and of notebook 03, section 1. It has the operations of a block in two rows, and
 under each tensor as many squares as numbers are kept for each number of the block's input. A test compares
-them with the notebook's `KEPT`.
+them with the notebook's `KEPT`. The notebook carries it as a PNG, drawn by Chromium: on Colab there are no
+files beside it, and JupyterLab shows no SVG that is attached.
 """
 
-from labutils.files import REFERENCE_DIR, write_atomically
+import base64
+import subprocess
+import tempfile
+from pathlib import Path
+
+import nbformat
+
+from labutils.files import REFERENCE_DIR, REPO_DIR, write_atomically
+from labutils.pages import with_fewer_colors
 from labutils.plotting.style import CATEGORIES, INK, MUTED
 
 TARGET = REFERENCE_DIR / "block.svg"
+NOTEBOOK, ATTACHED = REPO_DIR / "03-Gradient_Checkpointing.ipynb", "block.png"
 HALVES = (  # tensors with their squares, and the operation that reads each
     [
         ("the block’s input", 1, "layer norm"),
@@ -96,6 +106,21 @@ def picture() -> str:
     )
 
 
+def as_png(svg: Path, width: int, height: int) -> str:
+    """Return a picture of an SVG file with two dots for each of its pixels, in base64."""
+    with tempfile.TemporaryDirectory() as folder:
+        png = Path(folder) / "block.png"
+        command = ["chromium", "--headless", "--no-sandbox", "--force-device-scale-factor=2"]
+        command += [f"--window-size={width},{height}", f"--screenshot={png}", svg.as_uri()]
+        subprocess.run(command, check=True, capture_output=True)
+        return with_fewer_colors(base64.b64encode(png.read_bytes()).decode())
+
+
 if __name__ == "__main__":
     write_atomically(TARGET, picture().encode())
-    print(f"wrote {TARGET.name}")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    [cell] = [cell for cell in notebook.cells if f"(attachment:{ATTACHED})" in cell.source]
+    width, height = LEFT + 4 * PITCH + 40, TOP + ROW + 110
+    cell.attachments = {ATTACHED: {"image/png": as_png(TARGET, width, height)}}
+    write_atomically(NOTEBOOK, (nbformat.writes(notebook) + "\n").encode())
+    print(f"wrote {TARGET.name}, and attached it to {NOTEBOOK.name}")

@@ -92,6 +92,7 @@ INSTALL_CUDA_TORCH = (
     f"{Path(sys.executable).name} -m pip install --force-reinstall torch==2.13.0  "
     "(or the command that pytorch.org/get-started/locally gives for your system)"
 )
+NONE_ON_COLAB = "this session of Colab has none. Fix: Runtime, Change runtime type, T4; begin anew"
 # GPT-2 124M in float32, one sequence of 512 at a time, with a tenth for fragmentation: as the
 # ledger predicts
 SMALLEST_GIB = 3.0
@@ -101,11 +102,13 @@ SMALLEST_GIB = 3.0
 def gpu_problem() -> str:
     """Return why an NVIDIA card that is present cannot be used, and the fix; "" if all is well.
 
-    One number is computed on the card. To hide a card by CUDA_VISIBLE_DEVICES= is a choice, and no
-    problem.
+    On Colab, where a GPU is there for the asking, it is a problem to have none. One number is
+    computed on the card. To hide a card by CUDA_VISIBLE_DEVICES= is a choice, and no problem.
     """
     name = nvidia_smi("name")
     if not torch.cuda.is_available():
+        if not name and "google.colab" in sys.modules:
+            return NONE_ON_COLAB
         if not name or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             return ""
         if torch.version.cuda is None:

@@ -1,8 +1,9 @@
 """A pytest plugin that makes nbval strict where it is lax: `pytest 0*.ipynb`.
 
 After a failed cell the rest of that notebook is skipped, instead of failing for the same reason
-again. A cell tagged `raises-exception` that raises nothing fails. Runs go to a temporary folder, so
-nothing is reused or left behind.
+again. A cell tagged `raises-exception` that raises nothing fails. `--nbval` compares every cell, as
+it says, and not only those tagged for it. Runs go to a temporary folder, so nothing is reused or
+left behind.
 """
 
 import os
@@ -14,6 +15,10 @@ _failed_notebooks: set[str] = set()
 
 
 def pytest_configure(config):
+    if (
+        config.option.nbval
+    ):  # typed by somebody: pyproject.toml has only --nbval-lax, which would win
+        config.option.nbval_lax = False
     folder = tempfile.TemporaryDirectory(prefix="labutils-runs-")
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault("LABUTILS_RUNS", folder.name)

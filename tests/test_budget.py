@@ -40,7 +40,7 @@ MINUTES = {  # of a reader, without exercises
     "rounding": 51,
     "scaler": 48,
     "several_processes": 47,
-    "sharding": 52,
+    "sharding": 53,
     "where_time_goes": 73,
 }
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)

@@ -1,6 +1,7 @@
 """What this machine is: a card that cannot be used is named with its fix; threads are chosen once."""
 
 import os
+import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -97,6 +98,15 @@ def test_a_usable_card_or_none_is_no_problem(card, monkeypatch):
     assert card(is_available=False, name="") == "" and machine.choose_device().type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a choice
     assert card(is_available=False) == ""
+
+
+def test_on_colab_it_is_a_problem_that_no_gpu_was_chosen(card, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
+    card(is_available=False, name="")
+    assert setup().type == "cpu"
+    said = capsys.readouterr().out
+    assert said.startswith("!! GPU NOT USED: this session of Colab has none. Fix: Runtime, Change")
+    assert card() == ""
 
 
 @pytest.mark.parametrize(

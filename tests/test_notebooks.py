@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 
 import nbformat
@@ -153,7 +154,7 @@ def test_relative_links_lead_to_files(path):
     text = (REPO / path).read_text(encoding="utf-8")
     if path.endswith(".ipynb"):
         text = "\n".join(cell.source for cell in cells(path, "markdown"))
-    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+    for link in re.findall(r"\]\((?!http|attachment:)([^)#]+)", text):
         assert (REPO / path).parent.joinpath(link).exists(), link
 
 
@@ -177,7 +178,7 @@ def test_setup_plus_one_section_needs_no_other_section(name):
 @EACH
 def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(name, tmp_path):
     setup = sections(name)["setup"][0]  # definitions that sections share may follow
-    assert len(setup.splitlines()) <= 10
+    assert len(setup.splitlines()) <= 12
     # labutils tells torch's C++ code what to log, and torch reads that once
     assert "import labutils" in setup.partition("import torch")[0]
     hide = "import sys\nsys.modules['labutils'] = None\n"
@@ -186,6 +187,31 @@ def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(na
     assert answer.returncode == 1
     [folder] = re.findall(r"%pip install -e (\S+)$", answer.stderr.splitlines()[-1])
     assert (REPO / name).parent.joinpath(folder).resolve() == REPO  # a kernel's own folder
+    # constraints would bring a torch that Colab's driver may not run
+    assert "On Colab:\n!git clone ADDRESS lab\n%cd lab\n%pip install -e .\n" in answer.stderr
+
+
+@EACH
+def test_colab_opens_a_notebook_with_a_gpu_and_shows_its_pictures(name):
+    """A notebook that is opened there has neither a GPU by default, nor the files beside it."""
+    metadata = read_notebook(name).metadata
+    assert (metadata.accelerator, metadata.colab) == ("GPU", {"gpuType": "T4"})
+    for cell in cells(name, "markdown"):
+        for picture in re.findall(r"!\[[^\]]*\]\(attachment:([^)]+)\)", cell.source):
+            # JupyterLab shows no other kind of file that is attached
+            assert cell.attachments[picture]["image/png"]
+        assert not re.search(r"!\[[^\]]*\]\((?!attachment:)", cell.source)
+
+
+def test_colab_has_a_torch_and_a_python_that_the_course_takes():
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    there = re.search(r"Colab\s+has \(in \w+ 20\d\d Python (\d+\.\d+), torch (\d+\.\d+)\)", readme)
+    python, torch = (tuple(map(int, version.split("."))) for version in there.groups())
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [project["requires-python"], *project["dependencies"]]
+    bounds = dict(re.findall(r"^(torch|)>=([\d.]+)", "\n".join(requirements), re.M))
+    assert python >= tuple(map(int, bounds[""].split(".")))
+    assert torch >= tuple(map(int, bounds["torch"].split(".")))
 
 
 @EACH
@@ -232,6 +258,19 @@ def test_a_missing_error_is_noticed_and_a_failure_ends_a_notebook(tmp_path):
     command += ["-c", "pyproject.toml", str(tmp_path)]
     said = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout
     assert re.findall(r"ipynb::Cell \d ([A-Z]+) ", said) == ["PASSED", "FAILED", "SKIPPED"], said
+
+
+@pytest.mark.parametrize(("flags", "outcome"), [([], "1 passed"), (["--nbval"], "1 failed")])
+def test_nbval_compares_every_cell_where_it_is_asked_to(flags, outcome, tmp_path):
+    cell = nbformat.v4.new_code_cell("2", execution_count=1)
+    cell.outputs = [nbformat.v4.new_output("execute_result", {"text/plain": "1"})]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "x"}}
+    notebook = nbformat.v4.new_notebook(cells=[cell], metadata=kernel)
+    nbformat.write(notebook, tmp_path / "own.ipynb")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *flags]
+    command += ["-c", str(REPO / "pyproject.toml"), "own.ipynb"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert outcome in said, said
 
 
 # ---- where memory is short, cells are run again, and paths are odd
