@@ -7,6 +7,7 @@ so its hash is in every record. GPT-2's own tokenizer and weights are fetched he
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import itertools
 import os
@@ -30,6 +31,7 @@ END_OF_TEXT = "<|endoftext|>"
 # A run of letters, of digits, of signs or of spaces is one word to a tokenizer, which learns from a
 # word in a time that grows with its length squared. So it learns from pieces of very long ones.
 LONG_WORD = re.compile(r"([^\W\d_]{1000}|\d{1000}|(?:[^\w\s]|_){1000}|\s{1000})")
+PIECE = 2**20  # characters of an own text that are read at a time; the first ones make its tokens
 HELD_OUT_EVERY = 10  # every tenth block of seq_len tokens is never trained on
 HELD_OUT_SEQUENCES = 16  # the same ones, whatever the batch
 
@@ -136,17 +138,21 @@ def load_corpus(
 ) -> Corpus:
     """Return the text named by `corpus` ("stdlib" or a path to UTF-8 text) as token ids.
 
-    Without a `tokenizer`, a BPE of at most `vocab_size` entries is trained on the first document (a
-    short one yields fewer), in under a second. "stdlib" is read document by document until it has
-    `min_tokens` tokens or ends. Raises DataError for a text that is missing or not UTF-8.
+    Without a `tokenizer`, a BPE of at most `vocab_size` entries is trained on the first document,
+    or the first PIECE of a file (a short one yields fewer), in a second or two. The text is read
+    part by part until it has `min_tokens` tokens or ends. Raises DataError for a text that is
+    missing, empty or not UTF-8.
     """
-    documents = _stdlib_documents() if corpus == "stdlib" else iter([_own_text(Path(corpus))])
-    first = next(documents)
-    tokenizer = tokenizer or _trained_tokenizer(first, vocab_size)
+    if corpus == "stdlib":
+        parts = ((document, END_OF_TEXT) for document in _stdlib_documents())
+    else:
+        parts = _own_text(Path(corpus))
+    first = next(parts)
+    tokenizer = tokenizer or _trained_tokenizer(first[0], vocab_size)
     digest = hashlib.sha256(tokenizer.to_str().encode())
     ids, n_tokens = [], 0
-    for text in itertools.chain([first], documents):
-        ids.append(_token_ids(text, tokenizer))
+    for text, end in itertools.chain([first], parts):
+        ids.append(_token_ids(text, tokenizer, end))
         digest.update(text.encode())
         n_tokens += len(ids[-1])
         if n_tokens >= min_tokens:
@@ -225,10 +231,24 @@ def _stdlib_documents() -> Iterator[str]:
                 yield text
 
 
-def _own_text(path: Path) -> str:
+def _own_text(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield pieces of a file that end with a line, and END_OF_TEXT beside the last of them."""
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8-sig") as file:
+            piece = file.read(PIECE)
+            if not piece or "\0" in piece:
+                kind = "not text (it has NUL characters)" if piece else "empty"
+                raise DataError(f"corpus: {path} is {kind}; name one UTF-8 text file")
+            while piece:
+                piece += file.readline(PIECE)  # a line need not end, either
+                following = file.read(PIECE)
+                yield piece, "" if following else END_OF_TEXT
+                piece = following
+    except UnicodeDecodeError as error:
+        is_utf_16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        kind = "UTF-16" if is_utf_16 else f"not UTF-8 (byte {error.object[error.start]:#x})"
+        raise DataError(f"corpus: {path} is {kind}; save it as UTF-8 text") from None
+    except OSError as error:
         message = f"corpus: {path} cannot be read ({error}); name one UTF-8 text file"
         raise DataError(message) from None
 
@@ -249,10 +269,8 @@ def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
 
 
 @lru_cache(maxsize=1024)
-def _token_ids(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    return np.asarray(
-        [*tokenizer.encode(text).ids, tokenizer.token_to_id(END_OF_TEXT)], dtype=np.int32
-    )
+def _token_ids(text: str, tokenizer: Tokenizer, end: str) -> np.ndarray:
+    return np.asarray(tokenizer.encode(text).ids + tokenizer.encode(end).ids, dtype=np.int32)
 
 
 # no warning from processes that fork later

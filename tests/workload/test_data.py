@@ -28,8 +28,11 @@ def test_a_corpus_grows_by_documents_until_it_has_enough():
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"\xff\xfe\x00a", "cannot be read .*; name one UTF-8 text file"),
-        (b"", "the corpus has 1 tokens: too short for sequences of 64"),
+        ("a".encode("utf-16"), "is UTF-16; save it as UTF-8 text"),
+        ("a".encode("utf-16-le"), "is not text .*; name one UTF-8 text file"),
+        ("ä".encode("latin-1"), r"is not UTF-8 \(byte 0xe4\); save it"),
+        (b"", "is empty; name one UTF-8 text file"),
+        (b"\xef\xbb\xbf", "is empty"),
         (b"only a few words here", "too short for sequences of 64"),
     ],
 )
@@ -40,6 +43,23 @@ def test_an_unusable_text_is_a_clear_error(tmp_path, content, expected):
     path.write_bytes(content)
     with pytest.raises(DataError, match=expected):
         lab.load_corpus(str(path)).split(64)
+
+
+def test_an_own_text_is_read_as_far_as_a_run_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 100)
+    path, lines = tmp_path / "x.txt", [f"{n} is the number of this line\n" for n in range(1000)]
+    path.write_bytes("".join(lines).encode() + b"\xff")  # where it is not read, it may be damaged
+    some = lab.load_corpus(str(path), min_tokens=200)
+    assert 200 <= len(some.ids) < 300
+    read = some.tokenizer.decode(some.ids.tolist())
+    assert "".join(lines).startswith(read) and read.endswith("\n")  # pieces end with a line
+    with pytest.raises(DataError, match="byte 0xff"):
+        lab.load_corpus(str(path), min_tokens=10**6)
+    path.write_text("".join(lines))
+    whole = lab.load_corpus(str(path), min_tokens=10**6)
+    end = whole.tokenizer.token_to_id("<|endoftext|>")
+    assert whole.ids[-1] == end and (whole.ids == end).sum() == 1
+    assert (whole.ids[: len(some.ids)] == some.ids).all()
 
 
 def test_a_text_that_is_one_word_is_learned_in_pieces(tmp_path):
