@@ -44,7 +44,7 @@ def json_schema() -> dict:
     schema = Config.model_json_schema()
     properties = schema["properties"]
     del properties["overrides"]
-    smaller = {key: properties[key] for key in KEYS if key != "name"}
+    smaller = {key: properties[key] for key in KEYS}
     about = properties["when_cpu"]["description"]
     when_cpu = {"type": "object", "description": about, "properties": smaller}
     properties["when_cpu"] = when_cpu | {"additionalProperties": False}

@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from jsonschema import Draft202012Validator
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -71,14 +72,14 @@ def refuse(reason):
 # ---- The config: the file, then what it says for a CPU, then --set
 SCHEMA = json.loads((Path(__file__).parents[1] / "configs/schema.json").read_text())
 KEYS = SCHEMA["properties"]
-TYPES = {"integer": int, "number": float, "boolean": json.loads}
+TYPES = {"integer": int, "number": float, "boolean": bool}
 
 
 def typed(part):
     """Return {key: value} of {key: text}. What is no such value stays, for `check` to refuse."""
     for key, text in part.items():
-        with suppress(KeyError, OverflowError, TypeError, ValueError):
-            value = TYPES[KEYS[key]["type"]](text)
+        with suppress(KeyError, OverflowError, ValueError):  # 512.0 and yes are values, too
+            value = TypeAdapter(TYPES[KEYS[key]["type"]]).validate_python(text)
             part[key] = value if math.isfinite(value) else text
     return part
 
@@ -112,13 +113,15 @@ if wrong := [pair for pair in options.set if "=" not in pair]:
 overrides = typed(dict(pair.split("=", 1) for pair in options.set))
 try:
     in_file = yaml.load(options.config.read_text(encoding="utf-8-sig"), Loader)
-    for_cpu = typed(dict(in_file.pop("when_cpu", {})))
 except OSError as error:
     files = " ".join(map(str, sorted(Path("configs").glob("*.yaml"))))
     refuse(f"{options.config}: {error.strerror}; there are {files or 'none in configs/'}")
-except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+except (yaml.YAMLError, ValueError) as error:
     refuse(f"{options.config}: expected lines of `key: value`: {error}")
-check(typed(in_file) | {"when_cpu": for_cpu}, options.config)
+for_cpu = in_file.pop("when_cpu", {}) if isinstance(in_file, dict) else None
+if not isinstance(for_cpu, dict):
+    refuse(f"{options.config}: expected lines of `key: value`, and under when_cpu, too")
+check(typed(in_file) | {"when_cpu": typed(for_cpu)}, options.config)
 changes = (for_cpu if kind == "cpu" else {}) | overrides
 config = in_file | changes
 HERE = {  # where this script has code for less than labutils
@@ -152,11 +155,11 @@ if left_over:
 targets_per_step = tokens_per_step // seq_len * (seq_len - 1)  # none is a first token
 
 precision = config["precision"]
-is_old = kind == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # no TF32 and no BF16
+is_old = kind == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # no TF32; BF16 is slow
 if precision == "16bit":
     precision = "fp16" if is_old else "bf16"
-if (is_old and precision in ("tf32", "bf16")) or (kind == "cpu" and precision == "tf32"):
-    refuse(f"precision: {precision} needs an NVIDIA GPU of 2020 (Ampere) or later; use fp16")
+if precision == "tf32" and (is_old or kind == "cpu"):
+    refuse("precision: tf32 needs an NVIDIA GPU of 2020 (Ampere) or later; use fp16")
 uses_amp = precision in ("fp16", "bf16")
 amp_dtype = torch.float16 if precision == "fp16" else torch.bfloat16
 if precision == "tf32":  # matrix products round their float32 inputs to 10 bits of mantissa
@@ -190,22 +193,27 @@ if world > 1:
 
 # ---- The text: a file of your own, or what ships with Python
 def documents():
-    """Yield texts: the file, or Python's language reference and then the source of its library."""
+    """Yield texts: Python's language reference and the source of its library, or pieces of the file
+    that end with a line, as far as they are needed; and beside each what ends it: [0], or [].
+    """
     if config["corpus"] != "stdlib":
         beside = Path() if "corpus" in overrides else options.config.parent
         try:
-            yield (beside / config["corpus"]).read_text(encoding="utf-8-sig")
+            with (beside / config["corpus"]).open(encoding="utf-8-sig") as file:
+                while piece := file.read(2**20) + file.readline(2**20):
+                    yield piece, []
+            yield "", [0]
         except (OSError, ValueError) as error:
             refuse(f"corpus: {error}; name one UTF-8 text file")
         return
-    yield "\n\n".join(topics[name] for name in sorted(topics))
+    yield "\n\n".join(topics[name] for name in sorted(topics)), [0]
     library = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
     for path in sorted(library.rglob("*.py")):
         if skipped.isdisjoint(path.relative_to(library).parts):
             text = path.read_text(encoding="utf-8", errors="replace")
             if len(text) > 1000:
-                yield text
+                yield text, [0]
 
 
 say("training a tokenizer on the text")
@@ -220,12 +228,12 @@ trainer = trainers.BpeTrainer(
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
 )
-tokenizer.train_from_iterator([next(documents())], trainer)
+tokenizer.train_from_iterator([next(documents())[0]], trainer)
 # every tenth sequence is held out, so a run needs a ninth more than it trains on
 tokens_needed = steps * tokens_per_step * 10 // 9 + 10 * seq_len
 ids = []
-for text in documents():
-    ids += [*tokenizer.encode(text).ids, 0]
+for text, end in documents():
+    ids += tokenizer.encode(text).ids + end
     if len(ids) >= tokens_needed:
         break
 if len(ids) < max(10, micro_batch_size * 10 / 9 + 1) * seq_len:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 import labutils as lab
 from labutils.training.run import flops_per_token
 from tests.helpers import CPU, REPO, slow, write_small_text
-from tests.test_budget import size
+from tests.test_budget import code_lines
 
 SCRIPT = REPO / "further" / "train_gpt2.py"
 STEPS = {"steps": 4, "lr_warmup_steps": 1}
@@ -123,6 +123,7 @@ def test_a_text_of_ones_own_is_read_again_in_a_new_order(runs, tmp_path, monkeyp
         ("seed: 0 | ", "'seed' is a required property"),
         ("seed: 0 | seed: 0\nseed : 1", "seed is given twice"),
         ("seed: 0 | seed: 0: 1", "mapping values are not allowed here"),
+        ("when_cpu: | when_cpu: [1, 2]\nspare:", "`key: value`, and under when_cpu, too"),
     ],
 )
 def test_what_the_script_cannot_do_is_refused(change, answer, tmp_path, monkeypatch, capsys):
@@ -136,6 +137,39 @@ def test_what_the_script_cannot_do_is_refused(change, answer, tmp_path, monkeypa
     with pytest.raises(SystemExit):
         run_script(str(file), pairs, monkeypatch)
     assert answer in capsys.readouterr().err
+
+
+def test_a_file_says_the_same_to_the_script_as_to_labutils(tmp_path, monkeypatch, runs):
+    text = (REPO / "configs" / "fp32_config.yaml").read_text(encoding="utf-8")
+    for old, new in {
+        "pad_vocab: false": "pad_vocab: True",
+        "use_cache: false": "use_cache: no",
+        "seed: 0": "seed: 1.0",
+        "lr_schedule: cosine": "lr_schedule: constant",
+        "when_cpu:": "when_cpu:\n  name: small\n  optimizer_in_backward: OFF\n  eval_every: 0.0",
+    }.items():
+        assert text.count(f"\n{old}") == 1
+        text = text.replace(f"\n{old}", f"\n{new}")
+    path = tmp_path / "odd.yaml"
+    path.write_text(text, encoding="utf-8")
+    changes = TINY | {"steps": "1.0", "lr_warmup_steps": 0, "expandable_segments": "n"}
+    config = run_script(str(path), changes, monkeypatch)["config"]
+    expected = dict(lab.load_config(path, **changes).on("cpu"))
+    # what --set overrides is part of the name there, and no key here
+    assert config == {key: expected[key] for key in config} | {
+        "name": "small",
+        "note": config["note"],
+    }
+    assert config["pad_vocab"] is True and config["seed"] == 1 and config["name"] == "small"
+
+
+def test_a_long_text_of_ones_own_is_read_as_far_as_needed(runs, tmp_path, monkeypatch):
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"the {i * i}th word\n" for i in range(90_000)), encoding="utf-8")
+    assert path.stat().st_size > 2**20  # more than a piece
+    changes = TINY | {"steps": 2, "lr_warmup_steps": 0, "corpus": str(path)}
+    expected, losses = losses_of_both("fp32", changes, monkeypatch)
+    assert losses == expected
 
 
 def test_a_line_tells_what_a_run_records_and_held_out_losses_are_equal(
@@ -284,7 +318,7 @@ def test_weights_that_are_nan_are_not_kept(little_text, tmp_path, monkeypatch, c
 
 def test_the_script_is_short_and_needs_no_labutils(tmp_path):
     text = SCRIPT.read_text(encoding="utf-8")
-    assert size(text)[1] <= 412
+    assert code_lines(text) <= 418
     assert not re.search(r"(import|from) labutils", text)
     config = REPO / "configs" / "fp32_config.yaml"
     command = [sys.executable, str(SCRIPT), str(config), "--set", "steps=2", "lr_warmup_steps=0"]

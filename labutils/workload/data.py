@@ -148,6 +148,8 @@ def load_corpus(
     else:
         parts = _own_text(Path(corpus))
     first = next(parts)
+    if not first[0]:
+        raise DataError(f"corpus: {corpus} is empty; name one UTF-8 text file")
     tokenizer = tokenizer or _trained_tokenizer(first[0], vocab_size)
     digest = hashlib.sha256(tokenizer.to_str().encode())
     ids, n_tokens = [], 0
@@ -232,18 +234,15 @@ def _stdlib_documents() -> Iterator[str]:
 
 
 def _own_text(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield pieces of a file that end with a line, and END_OF_TEXT beside the last of them."""
+    """Yield (piece, "") for the pieces of a file, which end with a line; then ("", END_OF_TEXT)."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            piece = file.read(PIECE)
-            if not piece or "\0" in piece:
-                kind = "not text (it has NUL characters)" if piece else "empty"
-                raise DataError(f"corpus: {path} is {kind}; name one UTF-8 text file")
-            while piece:
-                piece += file.readline(PIECE)  # a line need not end, either
-                following = file.read(PIECE)
-                yield piece, "" if following else END_OF_TEXT
-                piece = following
+            while piece := file.read(PIECE) + file.readline(PIECE):  # a line may be endless, too
+                if "\0" in piece:
+                    message = f"corpus: {path} is not text (it has NUL characters)"
+                    raise DataError(f"{message}; name one UTF-8 text file")
+                yield piece, ""
+        yield "", END_OF_TEXT
     except UnicodeDecodeError as error:
         is_utf_16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         kind = "UTF-16" if is_utf_16 else f"not UTF-8 (byte {error.object[error.start]:#x})"
