@@ -405,20 +405,14 @@ def doctor() -> None:
     """Say what this machine can train, how fast, and what is wrong."""
     import pandas as pd
 
+    from labutils import machine
     from labutils.config.choices import PRECISIONS
-    from labutils.machine import (
-        choose_device,
-        choose_threads,
-        environment,
-        gpu_problem,
-        support,
-    )
     from labutils.training.run import small_step_ms
 
-    problem, device = gpu_problem(), choose_device()
-    facts = environment(device) | {"runs": str(runs_dir())}
+    problem, device = machine.gpu_problem(), machine.choose_device()
+    facts = machine.environment(device) | {"runs": str(runs_dir())}
     for name in PRECISIONS:
-        answer = support(name, device)
+        answer = machine.support(name, device)
         verdict = "slow" if answer.slow else "yes" if answer.ok else "no"
         facts[name] = f"{verdict:5s} {answer.reason}"
     for key, value in facts.items():
@@ -426,7 +420,7 @@ def doctor() -> None:
     if problem:
         print(f"\nGPU NOT USED: {problem}", file=sys.stderr)
     if device.type == "cpu":
-        busy = choose_threads()
+        busy = machine.choose_threads()
         if busy:
             print(f"\n{busy}")
         step_ms = small_step_ms(device)
