@@ -99,7 +99,7 @@ def prediction_of(setting: Setting, batch: int) -> Prediction:
 def clock_of(step: trace.Trace, card_name: str, setting: Setting, *, update: bool) -> Clock | None:
     """Return the clock of a card after the update, or after all before it; None if it cannot."""
     card = machine.card_of(card_name)
-    if not card.support(experiment(setting).precision).ok:
+    if card.support(experiment(setting).precision).slow:  # emulated, without the step's kernels
         return None
     clock = Clock(card, tf32=False)
     segments = segments_of(step, 1)

@@ -243,7 +243,7 @@ export function mount(root, data) {
         "All numbers are predicted; bytes are those of an A100. One step is one micro-batch, " +
           "without dropout. Batches of 1, 8 and 64 were predicted; between them a straight line " +
           "is drawn. Tests find up to 6 % between such a line's peak and its own prediction, 12 % " +
-          "for cards, and 8 % for times. FP16 needs as many bytes as BF16; a T4 has no BF16.",
+          "for cards, and 8 % for times. FP16 needs as many bytes as BF16; a T4 only emulates BF16.",
       ],
     ],
   });
