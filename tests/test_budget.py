@@ -19,7 +19,7 @@ CODE_LINES = {
     "kit": 3_953,  # of labutils, what is in no other storey
     "engine": 1_807,  # labutils/prediction
     "desk": 1_897,  # of labutils, DESK
-    "tests": 6_748,
+    "tests": 6_749,
     "benchmarks": 2_077,
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"

@@ -73,7 +73,8 @@ def test_each_supported_precision_trains_on_cuda_and_agrees_with_float32(name, r
     assert losses[-1] < losses[0]
     assert record.memory.reserved_bytes >= record.memory.peak_bytes
     # bfloat16 keeps 8 bits of mantissa: a relative 2⁻⁸ per product, averaged over many
-    assert losses == pytest.approx(run("fp32", dropout=0.0).series.loss, rel=0.01)
+    in_float32 = run("fp32", dropout=0.0).series.loss[: len(losses)]  # emulated, 8 of the 12 steps
+    assert losses == pytest.approx(in_float32, rel=0.01)
 
 
 def test_tf32_rounds_products_and_is_put_back():
