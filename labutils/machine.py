@@ -13,7 +13,7 @@ import sys
 import time
 import timeit
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from importlib.metadata import version
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from tqdm import tqdm
 
 from labutils.config.card import CONTEXT_GIB, CPU, Card, Gpu, Support
 from labutils.config.reader import card_named
@@ -78,6 +79,16 @@ def in_notebook() -> bool:
     """Return whether a Jupyter kernel runs this code."""
     ipython = sys.modules.get("IPython")
     return hasattr(ipython and ipython.get_ipython(), "kernel")
+
+
+def late_bar(what: str, of: Iterable | None = None, total: int | None = None) -> tqdm:
+    """Return a progress bar that shows after three seconds, and leaves nothing behind.
+
+    It goes through `of`, or up to a total by `update`. A notebook shows stderr in red: there it is
+    on stdout.
+    """
+    file = sys.stdout if in_notebook() else sys.stderr
+    return tqdm(of, what, total, delay=3, leave=False, mininterval=1, file=file)
 
 
 def cpu_name() -> str:

@@ -7,9 +7,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tqdm import tqdm
 
+import labutils as lab
 from labutils import machine, session
 from labutils.session import setup
+from tests.helpers import CPU
 
 GIB = 2**30
 
@@ -175,3 +178,30 @@ def test_a_busy_machine_computes_with_one_thread_and_says_so(choose, capsys):
 def test_the_users_own_number_stays(choose, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert "times mean little" in choose(4.0) and torch.get_num_threads() == 4
+
+
+def test_what_takes_long_shows_a_bar_and_what_is_quick_prints_nothing(monkeypatch, capsys):
+    """Timing in turns, measuring a step, looking for changes that fit."""
+
+    def work(gib):
+        lab.alternate({"a": int, "b": int}, rounds=2, device=CPU)
+        model, ids = lab.build_model(), lab.sequences(16)[:2]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        lab.measure_step(model, [{"input_ids": ids, "labels": ids}], lab.lm_loss_sum, optimizer)
+        lab.fit(lab.load_config("fp32"), gib, "cpu")
+
+    work(10)
+    assert capsys.readouterr() == ("", "")
+    delays = []
+
+    def at_once(*args, delay, **options):
+        delays.append(delay)
+        return tqdm(*args, **options | {"mininterval": 0})
+
+    monkeypatch.setattr(machine, "tqdm", at_once)
+    work(0.001)
+    said = capsys.readouterr().err  # in a notebook it would be stdout
+    assert all(
+        what in said for what in ("timing", "6/6", "measuring a step", "4/4", "changes tried")
+    )
+    assert set(delays) == {3}

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from labutils.config.choices import PRECISIONS
+from labutils.machine import late_bar
 from labutils.memory.device_memory import allocated_bytes, cublas_bytes
 from labutils.memory.ledger import (
     ACTIVATIONS,
@@ -71,8 +72,14 @@ def measure_step(
     n_states = len(optimizer.state)
     recorder = (CudaRecorder if device.type == "cuda" else CpuRecorder)(model, optimizer)
     handle = on_loss_begin(model, lambda: recorder.begin("loss"))
+    bar = late_bar("measuring a step", total=2 * len(micro_batches) + 2)  # its phases
+
+    def begin(phase: str) -> None:
+        recorder.begin(phase)
+        bar.update()
+
     try:
-        with tf32(PRECISIONS[precision].tf32), recorder.recording():
+        with bar, tf32(PRECISIONS[precision].tf32), recorder.recording():
             if isinstance(optimizer, OptimizerInBackward):
                 optimizer.attach()  # after the recorder's hooks, which read gradients
             take_step(
@@ -84,7 +91,7 @@ def measure_step(
                 autocast=partial(autocast, precision, device),
                 scaler=scaler,
                 max_grad_norm=max_grad_norm,
-                phase=recorder.begin,
+                phase=begin,
             )
     finally:
         handle.remove()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tqdm import tqdm
 
 from labutils import machine
 from labutils.config.card import CONTEXT_GIB, CPU, Card, PrecisionUnsupported
@@ -204,7 +203,7 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     original = unchanged(config, device)
     rows = {}
     table = changes_of(original.config, original.card)
-    for changes, cost in tqdm(table, "changes tried", disable=None, leave=False):  # in a terminal
+    for changes, cost in machine.late_bar("changes tried", table):
         plan = original.changed(changes, cost)
         try:
             _require_fast(plan, changes)
@@ -236,7 +235,7 @@ def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
     original = plan = unchanged(config, device)
     taken: list[tuple[Changes, str]] = []
     table = changes_of(original.config, original.card)
-    for changes, cost in tqdm(table, "changes tried", disable=None, leave=False):  # in a terminal
+    for changes, cost in machine.late_bar("changes tried", table):
         if plan.fits(budget_gib):
             break
         with suppress(ConfigError, PrecisionUnsupported):  # some exclude each other
@@ -247,7 +246,7 @@ def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
                 taken.append((changes, cost))
     if not plan.fits(budget_gib):
         return plan
-    for one in reversed(taken):
+    for one in machine.late_bar("does it fit without", taken[::-1]):
         fewer = original
         for changes, cost in taken:
             if changes is not one[0]:

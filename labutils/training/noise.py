@@ -199,10 +199,12 @@ def _in_turns(calls: Mapping[str, Callable[[], float]], times: int) -> dict[str,
     """Return {name: what its calls give}; each is called so many times, in a shuffled order."""
     numbers: dict[str, list[float]] = {name: [] for name in calls}
     names, shuffled = list(calls), random.Random(0)
-    for _ in range(times):
-        shuffled.shuffle(names)
-        for name in names:
-            numbers[name].append(calls[name]())
+    with machine.late_bar("timing", total=times * len(names)) as bar:
+        for _ in range(times):
+            shuffled.shuffle(names)
+            for name in names:
+                numbers[name].append(calls[name]())
+                bar.update()
     return numbers
 
 
