@@ -1,12 +1,14 @@
 """A reader's guesses: taken before the result, scored at the end of the notebook.
 
-They live as long as the kernel. Nothing is printed until there is a guess.
+They live as long as the kernel. Nothing is printed until there is a guess, but in a student's copy,
+whose guesses are `...` until the reader writes one.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 import pandas as pd
 
@@ -77,13 +79,20 @@ class Guess:
         return abs(self.value - number) <= tolerance * abs(number)
 
 
+class GuessError(ValueError):
+    """A guess that is no number and no range. A notebook shows its message alone."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython asks for it
+        return [str(self)]
+
+
 _guesses: dict[str, Guess] = {}
 
 
 def guess(
     name: str,
     what: str,
-    value: float | None = None,
+    value: float | EllipsisType | None = None,
     *more: object,
     low: float | None = None,
     high: float | None = None,
@@ -91,22 +100,30 @@ def guess(
     """Note a guess, and say so: a number, or a range `low=…, high=…`. Without either do nothing.
 
     `what` says in words, with its unit, what is guessed. A guess that comes after the result is
-    noted too, and `scores` says so. Raises ValueError for what is not a number or not a range, and
+    noted too, and `scores` says so; one that was there before it stays. `...` stands where the
+    reader has to write, and says so. Raises GuessError for what is not a number or not a range, and
     for `more` than a number: what a decimal comma makes of it.
     """
     made = _guesses.setdefault(name, Guess(name, what))  # what is refused has a result all the same
-    given = (value, low, high)
+    if value is ... and low is None and high is None:
+        print(f"no guess yet: write a number in place of the three dots ({what})")
+        return
+    given = (None if value is ... else value, low, high)
     for number in given:
         if number is not None and (isinstance(number, bool | str) or not _is_finite(number)):
-            raise ValueError(f"{name}: a guess is a number, or low=… and high=…; got {number!r}")
-    if more or (value is not None and (low is not None or high is not None)):
-        raise ValueError(f"{name}: give one number (1.5, not 1,5), or low=… and high=…")
+            raise GuessError(f"{name}: a guess is a number, or low=… and high=…; got {number!r}")
+    if more or (given[0] is not None and (low is not None or high is not None)):
+        raise GuessError(f"{name}: give one number (1.5, not 1,5), or low=… and high=…")
     if (low is None) != (high is None):
-        raise ValueError(f"{name}: a range needs both ends, low=… and high=…")
+        raise GuessError(f"{name}: a range needs both ends, low=… and high=…")
     if low is not None and low > high:
-        raise ValueError(f"{name}: low is {low}, which is above high, {high}")
+        raise GuessError(f"{name}: low is {low}, which is above high, {high}")
+    has_result = made.measured is not None or made.predicted is not None
     if (made.value, made.low, made.high) != given:
-        made.was_early = made.measured is None and made.predicted is None
+        if has_result and made.made == "before":
+            print(f"the result is there: your guess of before stays, {_shown(made)} ({what})")
+            return
+        made.was_early = not has_result
     made.what, made.value, made.low, made.high = what, *given
     if made.middle is not None:
         late = "" if made.was_early else ", after the result"

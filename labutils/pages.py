@@ -65,6 +65,10 @@ OTHER_FILES = {  # how files begin that are no notebooks, what they are, and wha
     rb"\s*$": "it is empty; save the notebook again",
     rb"": "Jupyter cannot open it; choose another file",
 }
+GUESS = re.compile(r'(\blab\.guess\(\s*"\w+",\s*f?"[^"]*")\s*\)')  # as it stands, without one
+N_COVER = 4  # cells at most, before the first section
+# a sentence on outputs to be cleared, of which a copy has none
+CLEARING = re.compile(r"\b(?=[A-Z])(?:(?!\n\n)[^.])*?\b(?:saved outputs|[Cc]lear)\b[^.]*\.[ \n]?")
 NOTEBOOK_LINK = re.compile(r"^(?![a-z]+:)(?:.*/)?([^/#]+)\.ipynb")  # not into another site
 
 
@@ -381,7 +385,8 @@ def write_site(folder: Path) -> Path:
 def write_student_copy(path: Path, folder: Path) -> Path:
     """Write a notebook without outputs and without solutions into a folder; return the copy's path.
 
-    A guess then comes before its result. Cells tagged `solution` are left out. A notebook of the
+    A guess then comes before its result, and `...` stands where it is written. Cells tagged
+    `solution` are left out, and so is how to clear outputs. A notebook of the
     course keeps its place below the folder, so that links lead from copy to copy, and those to
     pictures and other files back into the course. Raises OSError if the copy is there already.
     """
@@ -401,11 +406,14 @@ def write_student_copy(path: Path, folder: Path) -> Path:
             return link[0]
         return f"]({Path(os.path.relpath(file, target.resolve().parent)).as_posix()})"
 
-    for cell in notebook.cells:
+    for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+            cell.source = GUESS.sub(r"\1, ...)", cell.source)
         else:
             cell.source = re.sub(r"\]\(([^()#:]+)\)", from_copy, cell.source)
+            if number < N_COVER:
+                cell.source = CLEARING.sub("", cell.source)
     write_atomically(target, (nbformat.writes(notebook) + "\n").encode())
     return target
 

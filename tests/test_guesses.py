@@ -77,10 +77,16 @@ def test_a_guess_is_noted_in_a_line_and_can_be_drawn(capsys):
     guesses.guess("peak", "peak in MiB", low=50, high=90)
     assert capsys.readouterr().out == "noted: 50 to 90 (peak in MiB)\n"
     assert guesses.guessed("peak") == 70 and guesses.guessed("paek") is None
+
+
+def test_in_a_students_copy_a_guess_that_was_not_made_is_asked_for(capsys):
+    guesses.guess("peak", "peak in MiB", ...)
+    said = "no guess yet: write a number in place of the three dots (peak in MiB)\n"
+    assert capsys.readouterr().out == said
     guesses.answer("peak", 84.5)
-    capsys.readouterr()
-    guesses.guess("peak", "peak in MiB", 84)
-    assert capsys.readouterr().out == "noted, after the result: 84 (peak in MiB)\n"
+    assert guesses.scores().loc["peak in MiB"]["made"] == ""
+    guesses.guess("peak", "peak in MiB", ..., low=80, high=90)
+    assert capsys.readouterr().out == "noted, after the result: 80 to 90 (peak in MiB)\n"
 
 
 def test_a_guess_after_the_result_is_taken_and_said(capsys):
@@ -92,11 +98,13 @@ def test_a_guess_after_the_result_is_taken_and_said(capsys):
     assert (row["right"], row["made"]) == ("yes", "after the result")
 
 
-def test_running_a_section_again_leaves_an_early_guess_early():
-    for low, made in ((80, "before"), (80, "before"), (84, "after the result")):
+def test_an_early_guess_stays_whatever_comes_after_the_result(capsys):
+    for low in (0, 0, 84):  # the section runs again; then somebody writes what came out
         guesses.guess("peak", "peak", low=low, high=90)
         guesses.answer("peak", 84.5)
-        assert guesses.scores().loc["peak"]["made"] == made
+    row = guesses.scores().loc["peak"]
+    assert (row["made"], row["your guess"]) == ("before", "0 to 90")
+    assert "the result is there: your guess of before stays, 0 to 90" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -111,8 +119,10 @@ def test_running_a_section_again_leaves_an_early_guess_early():
     ],
 )
 def test_what_is_no_guess_is_refused_in_words(given):
-    with pytest.raises(ValueError, match="peak: "):
+    with pytest.raises(ValueError, match="peak: ") as refused:
         guesses.guess("peak", "peak", **given)
+    [line] = refused.value._render_traceback_()  # all that IPython shows
+    assert line == str(refused.value) and "\n" not in line
     guesses.answer("peak", 1)  # its cell goes on
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 
@@ -29,6 +30,15 @@ def test_a_student_copy_has_no_outputs_and_no_solutions(tmp_path, capsys):
     assert cell.source == "print('?')" and not cell.outputs and cell.execution_count is None
     assert main(["labs", "--student", str(tmp_path / "course"), str(notebook)]) == 1
     assert "exists already; choose another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", pages.all_notebooks(), ids=lambda path: path.stem)
+def test_a_copy_says_where_to_guess_and_nothing_of_outputs(path, tmp_path):
+    copy = nbformat.read(pages.write_student_copy(path, tmp_path), as_version=4)
+    code = "\n".join(cell.source for cell in copy.cells if cell.cell_type == "code")
+    assert code.count("lab.guess(") == code.count(", ...)") > 0
+    texts = [cell.source for cell in copy.cells if cell.cell_type == "markdown"]
+    assert not re.search(r"saved outputs|[Cc]lear (the|them)", " ".join(texts[0].split()))
 
 
 @pytest.mark.parametrize(
