@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from torch.profiler import profile
 from labutils.config.choices import MODELS, PRECISIONS
 from labutils.config.schema import Config
 from labutils.files import REFERENCE_DIR
-from labutils.machine import choose_device
+from labutils.machine import choose_device, environment
 from labutils.memory.device_memory import free_memory
 from labutils.prediction.published import config_of_row
 from labutils.techniques import precision
@@ -111,11 +112,15 @@ def main(arguments: list[str] | None = None) -> None:
     if device.type != "cuda":
         raise SystemExit("no CUDA GPU is here")
     rows, kernels = [], {}
-    for text in pd.read_csv(options.of).config:
+    facts = environment(device)
+    head = (
+        f"# {facts['device']}, driver {facts['driver']}, torch {facts['torch']}, {date.today()}\n"
+    )
+    for text in pd.read_csv(options.of, comment="#").config:
         profiler = profile(record_shapes=True) if options.profile else None
         rows.append({"config": text} | figures_of(config_of_row(text), device, profiler))
         print(rows[-1], flush=True)
-        pd.DataFrame(rows).to_csv(options.new, index=False, lineterminator="\n")
+        options.new.write_text(head + pd.DataFrame(rows).to_csv(index=False, lineterminator="\n"))
         if profiler:
             kernels[text] = kernels_of(profiler)
             options.profile.write_text(json.dumps(kernels, indent=1))

@@ -248,7 +248,8 @@ def device_name(device: torch.device) -> str:
     cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     capped = f", oneDNN capped to {cap}" if cap else ""
     capability = torch.backends.cpu.get_cpu_capability()  # capped by ATEN_CPU_CAPABILITY
-    return f"{cpu_name()} ({torch.get_num_threads()} threads, {capability}{capped})"
+    n = torch.get_num_threads()
+    return f"{cpu_name()} ({n} thread{'s' * (n > 1)}, {capability}{capped})"
 
 
 def environment(device: torch.device) -> dict[str, str]:

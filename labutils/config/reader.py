@@ -137,11 +137,12 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
             file.add(key, text)
 
     config, mistakes, mistakes_on_cpu = combined(values, when_cpu, overrides)
+    words = ", ".join(f"{key}={value}" for key, value in overrides.items())
     for key, text in mistakes.items():
         if key in overrides:
             file.add("", f"override: {text}")
-        else:
-            file.add(key, text)
+        else:  # the line is right, perhaps, but for what was overridden
+            file.add(key, f"{text} (with {words})" if overrides else text)
     for key, text in mistakes_on_cpu.items():
         if text != mistakes.get(key):
             file.add(key, f"{text} (on a CPU, with what `when_cpu` sets)", IN_CPU_PART)

@@ -288,10 +288,30 @@ KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides
 # ---- Values as they come from a file, a shell or a notebook
 
 
+OTHER_NAMES = {  # what Lightning, Hugging Face and nanoGPT call ours
+    "gpt2": "small gpt2-small 124m",
+    "fp32": "float32 32-true",
+    "fp16": "half float16 16-mixed",
+    "16bit": "16 amp mixed",
+    "bf16": "bfloat16 bf16-mixed",
+    "pure_bf16": "bf16-true",
+    "tokens_per_step": "gradient_accumulation_steps accumulate_grad_batches",
+    "micro_batch_size": "batch_size per_device_train_batch_size",
+    "seq_len": "block_size",
+    "steps": "max_steps max_iters",
+    "learning_rate": "lr",
+    "max_grad_norm": "grad_clip gradient_clip_val",
+    "block": "on true yes",  # of gradient_checkpointing
+    "default": "on true yes",  # of compile
+}
+
+
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """Return a question that names the choice most like a word, or nothing."""
     by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    close = [ours for ours in OTHER_NAMES if word.lower() in OTHER_NAMES[ours].split()]
+    close = [ours for ours in close if ours in by_lower]
+    close += difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f" Did you mean `{by_lower[close[0]]}`?" if close else ""
 
 

@@ -59,6 +59,8 @@ def test_precision_configs_differ_only_in_marked_lines():
         assert {k for k, usual in baseline if config[k] != usual} == {"name", "note", "precision"}
 
 
+PRECISIONS = [("half", "fp16"), ("float16", "fp16"), ("16-mixed", "fp16"), ("amp", "16bit")]
+PRECISIONS += [("bf16-mixed", "bf16"), ("float32", "fp32")]
 MISTAKES = [
     ("learning_rate: 6e-4", "learning_rte: 6e-4", "Did you mean `learning_rate`?"),
     ("steps: 60", "steps: sixty", "`steps`: expected a valid integer, got 'sixty'"),
@@ -75,6 +77,14 @@ MISTAKES = [
     ("  model: gpt2-nano", "  modle: gpt2-nano", "Did you mean `model`?"),
     ("  tokens_per_step: 512", "  tokens_per_step: 500", "next one is 512 (on a CPU, with"),
     ("  steps: 60", "  steps: -1", "got '-1'"),
+    # what others call ours
+    ("model: gpt2 ", "model: gpt2-small ", "Did you mean `gpt2`?"),
+    ("model: gpt2 ", "model: small ", "Did you mean `gpt2`?"),
+    *[("precision: fp32", f"precision: {name}", f"mean `{ours}`?") for name, ours in PRECISIONS],
+    ("micro_batch_size: 4", "batch_size: 4", "Did you mean `micro_batch_size`?"),
+    ("  steps: 60", "  gradient_accumulation_steps: 2", "Did you mean `tokens_per_step`?"),
+    ("gradient_checkpointing: none", "gradient_checkpointing: on", "Did you mean `block`?"),
+    ("compile: off", "compile: true", "Did you mean `default`?"),
 ]
 
 
@@ -197,6 +207,7 @@ def test_an_overridden_experiment_has_a_name_of_its_own(write):
         ("seed=# x", "override: `seed`: expected a valid integer, got '# x'"),
         ("path=x", "unknown key `path`"),
         ("steps", "expected key=value"),
+        ("steps=4", r":18: `lr_warmup_steps`: 5 are more than the 4 steps; .* \(with steps=4\)"),
     ],
 )
 def test_a_bad_override_is_named(write, pair, expected):

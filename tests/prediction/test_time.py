@@ -1,5 +1,6 @@
 """The time ledger: what it counts, its bands, and how near it comes to what others measured."""
 
+import re
 from dataclasses import replace
 
 import pandas as pd
@@ -240,7 +241,7 @@ def test_published_steps_are_met_by_a_ledger_that_does_not_know_them():
 @slow
 def test_steps_of_a_real_h100_are_met():
     """Measured for this course by benchmarks.step_times: an H100 80GB HBM3, torch 2.11."""
-    rows, ratios = pd.read_csv(REFERENCE_DIR / "h100_steps.csv"), []
+    rows, ratios = pd.read_csv(REFERENCE_DIR / "h100_steps.csv", comment="#"), []
     for row in rows.itertuples():
         config = config_of_row(row.config)
         ledger = predict_time(config, "h100")
@@ -251,6 +252,11 @@ def test_steps_of_a_real_h100_are_met():
             assert row.allocated_bytes == pytest.approx(peak, rel=0.0015)
     print(pd.Series(ratios).describe())
     assert abs(pd.Series(ratios).median() - 1) < 0.06
+
+
+def test_measured_steps_name_their_card():
+    head, *_ = (REFERENCE_DIR / "h100_steps.csv").read_text().splitlines()
+    assert re.fullmatch(r"# NVIDIA H100 \w+ HBM3, driver .+, torch 2\.\S+, 2026-\d\d-\d\d", head)
 
 
 def test_any_module_has_a_time():
