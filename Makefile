@@ -30,7 +30,10 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 # torch's build, as download.pytorch.org names it: TORCH=cpu, cu130, rocm7.1; pip: what pip finds.
 # Where no NVIDIA GPU is seen it is cpu, because on Linux pip would find CUDA's, of several GB.
-TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null)$(wildcard /dev/nvidiactl),pip,cpu)
+GPU_SEEN = $(shell nvidia-smi -L 2>/dev/null | grep "^GPU ")$(wildcard /dev/nvidiactl)
+ifneq ($(origin TORCH),command line)
+TORCH = $(if $(GPU_SEEN),pip,cpu)
+endif
 TORCH_INDEX = https://download.pytorch.org/whl/$(TORCH)
 # One attempt. A build that was asked for is needed; else a course with another one beats none.
 TAKE_TORCH = @$(BIN)/python -m pip install -q --no-deps --retries 0 --timeout 10 \
@@ -41,7 +44,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(filter pip,$(TORCH)),,$(TAKE_TORCH))
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[lab,test,frameworks]"
-	@$(BIN)/python -c "import torch; print(f'torch {torch.__version__} (make TORCH=… takes another)')"
+	@$(BIN)/python -c "import torch; print(f'torch {torch.__version__} (make clean labs TORCH=… takes another)')"
 	touch $@
 
 labs: $(VENV)/installed

@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sysconfig
 import time
@@ -201,6 +202,8 @@ def documents():
         try:
             with (beside / config["corpus"]).open(encoding="utf-8-sig") as file:
                 while piece := file.read(2**20) + file.readline(2**20):
+                    if "\0" in piece:
+                        refuse(f"corpus: {file.name} is not text (it has NUL characters)")
                     yield piece, []
             yield "", [0]
         except (OSError, ValueError) as error:
@@ -228,7 +231,9 @@ trainer = trainers.BpeTrainer(
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
 )
-tokenizer.train_from_iterator([next(documents())[0]], trainer)
+# a tokenizer learns from a word in a time that grows with its length squared: long ones are cut
+LONG_WORD = r"([^\W\d_]{1000}|\d{1000}|(?:[^\w\s]|_){1000}|\s{1000})"
+tokenizer.train_from_iterator(re.split(LONG_WORD, next(documents())[0]), trainer)
 # every tenth sequence is held out, so a run needs a ninth more than it trains on
 tokens_needed = steps * tokens_per_step * 10 // 9 + 10 * seq_len
 ids = []

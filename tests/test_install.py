@@ -25,6 +25,7 @@ CPU = "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0"
     [
         (False, 0, [], [CPU, "-c constraints.txt"], False),
         (False, 1, [], [CPU, "-c constraints.txt"], False),  # pip takes what it finds
+        (None, 0, [], [CPU, "-c constraints.txt"], False),  # a driver without a card
         (True, 0, [], ["-c constraints.txt"], False),
         (True, 0, ["TORCH=cpu"], [CPU, "-c constraints.txt"], False),
         (False, 1, ["TORCH=cu130"], [CPU.replace("cpu", "cu130")], True),  # no other will do
@@ -34,7 +35,8 @@ CPU = "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0"
 def test_without_a_gpu_torch_is_its_cpu_build(gpu, no_index, options, asked, fails, tmp_path):
     if Path("/dev/nvidiactl").exists() and not gpu:
         pytest.skip("a GPU is here")
-    programs = {"python": PYTHON, "nvidia-smi": f"#!/bin/sh\necho {'GPU 0' if gpu else ''}"}
+    says = {True: "echo GPU 0: T4", False: "echo no such command >&2", None: "echo No devices"}
+    programs = {"python": PYTHON, "nvidia-smi": f"#!/bin/sh\n{says[gpu]}"}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -51,5 +53,5 @@ def test_without_a_gpu_torch_is_its_cpu_build(gpu, no_index, options, asked, fai
     assert len(lines) == len(asked) and all(a in b for a, b in zip(asked, lines, strict=True))
     assert bool(answer.returncode) == fails, answer.stderr
     assert ("pip takes what it finds" in answer.stdout) == bool(no_index and not fails)
-    one_attempt = [line for line in lines if "--retries 0 --timeout 10" in line]
+    one_attempt = [line for line in lines if "--no-deps --retries 0 --timeout 10" in line]
     assert len(one_attempt) == len(asked) - (not fails)

@@ -110,6 +110,7 @@ def test_on_colab_it_is_a_problem_that_no_gpu_was_chosen(card, monkeypatch, caps
     said = capsys.readouterr().out
     assert said.startswith("!! GPU NOT USED: this session of Colab has none. Fix: Runtime, Change")
     assert card() == ""
+    assert "is a CPU build" in card(cuda=None, is_available=False)  # one is there
 
 
 @pytest.mark.parametrize(

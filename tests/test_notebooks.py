@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from itertools import pairwise
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -188,7 +189,10 @@ def test_setup_cell_alone_in_an_empty_folder_ends_with_the_command_that_helps(na
     [folder] = re.findall(r"%pip install -e (\S+)$", answer.stderr.splitlines()[-1])
     assert (REPO / name).parent.joinpath(folder).resolve() == REPO  # a kernel's own folder
     # constraints would bring a torch that Colab's driver may not run
-    assert "On Colab:\n!git clone ADDRESS lab\n%cd lab\n%pip install -e .\n" in answer.stderr
+    assert (
+        "On Colab (ADDRESS: the course's):\n!git clone ADDRESS lab\n%cd lab\n%pip install -e .\n"
+        in answer.stderr
+    )
 
 
 @EACH
@@ -212,6 +216,22 @@ def test_colab_has_a_torch_and_a_python_that_the_course_takes():
     bounds = dict(re.findall(r"^(torch|)>=([\d.]+)", "\n".join(requirements), re.M))
     assert python >= tuple(map(int, bounds[""].split(".")))
     assert torch >= tuple(map(int, bounds["torch"].split(".")))
+    [above] = re.findall(r"^torch>=.*<([\d.]+)", "\n".join(requirements), re.M)
+    assert torch < tuple(map(int, above.split(".")))
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", [CORE[0], CORE[3], "further/where_time_goes.ipynb"])
+def test_a_card_that_emulates_bf16_is_given_fp16(name, kind, is_slow):
+    """On a CPU without fast BF16 FP16 is no faster, so there it is BF16."""
+    [source] = [text for text in code_of(name).values() if re.search("^sixteen = ", text, re.M)]
+    chosen = re.findall(r"^(?:bf16_is_emulated|slow|sixteen)\b.* = .*", source, re.M)
+    support = SimpleNamespace(slow=is_slow)
+    names = {"device": SimpleNamespace(type=kind), "row_names": [], "ROWS": []}
+    names["lab"] = SimpleNamespace(support=lambda precision, device: support)
+    exec("\n".join(chosen), names)
+    assert names["sixteen"] == ("fp16" if is_slow and kind == "cuda" else "bf16")
 
 
 @EACH

@@ -165,7 +165,8 @@ def test_a_file_says_the_same_to_the_script_as_to_labutils(tmp_path, monkeypatch
 
 def test_a_long_text_of_ones_own_is_read_as_far_as_needed(runs, tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
-    path.write_text("".join(f"the {i * i}th word\n" for i in range(90_000)), encoding="utf-8")
+    text = "".join(f"the {i * i}th word\n" for i in range(90_000))
+    path.write_text("a" * 50_000 + text, encoding="utf-8")  # a word that would take seconds
     assert path.stat().st_size > 2**20  # more than a piece
     changes = TINY | {"steps": 2, "lr_warmup_steps": 0, "corpus": str(path)}
     expected, losses = losses_of_both("fp32", changes, monkeypatch)

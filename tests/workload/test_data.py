@@ -29,6 +29,7 @@ def test_a_corpus_grows_by_documents_until_it_has_enough():
     ("content", "expected"),
     [
         ("a".encode("utf-16"), "is UTF-16; save it as UTF-8 text"),
+        (b"\xfe\xff\0a", "is UTF-16; save it as UTF-8 text"),
         ("a".encode("utf-16-le"), "is not text .*; name one UTF-8 text file"),
         ("ä".encode("latin-1"), r"is not UTF-8 \(byte 0xe4\); save it"),
         (b"", "is empty; name one UTF-8 text file"),
@@ -55,6 +56,8 @@ def test_an_own_text_is_read_as_far_as_a_run_needs(tmp_path, monkeypatch):
     assert "".join(lines).startswith(read) and read.endswith("\n")  # pieces end with a line
     with pytest.raises(DataError, match="byte 0xff"):
         lab.load_corpus(str(path), min_tokens=10**6)
+    path.write_text("x" * 1000)  # a line without an end
+    assert len(lab.load_corpus(str(path), min_tokens=1, vocab_size=257).ids) == 200
     path.write_text("".join(lines))
     whole = lab.load_corpus(str(path), min_tokens=10**6)
     end = whole.tokenizer.token_to_id("<|endoftext|>")
