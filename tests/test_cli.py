@@ -175,3 +175,9 @@ def test_all_commands_are_listed_and_doctor_times_the_notebooks(capsys):
     assert all(word in printed for word in ("device", "torch", "fp16", "bf16", "tf32", "runs"))
     if not torch.cuda.is_available():
         assert all(re.search(rf"{path.stem} \d", printed) for path in core_notebooks())
+
+
+def test_what_a_card_emulates_is_slow_and_has_a_faster_way(capsys):
+    assert main(["predict", "bf16", "--device", "t4", *SMALL]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"^bf16 is slow on t4: .* A step takes \d\.\d times as long as in fp16$", said)

