@@ -15,9 +15,8 @@ _failed_notebooks: set[str] = set()
 
 
 def pytest_configure(config):
-    if (
-        config.option.nbval
-    ):  # typed by somebody: pyproject.toml has only --nbval-lax, which would win
+    # somebody has typed --nbval: pyproject.toml has only --nbval-lax, which would win
+    if config.option.nbval:
         config.option.nbval_lax = False
     folder = tempfile.TemporaryDirectory(prefix="labutils-runs-")
     config.add_cleanup(folder.cleanup)

@@ -17,9 +17,9 @@ from tests.helpers import REPO
 DESK = {"session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"}
 CODE_LINES = {
     "kit": 3_984,  # of labutils, what is in no other storey
-    "engine": 1_807,  # labutils/prediction
+    "engine": 1_806,  # labutils/prediction
     "desk": 1_914,  # of labutils, DESK
-    "tests": 6_830,
+    "tests": 6_828,
     "benchmarks": 2_082,
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"

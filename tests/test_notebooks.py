@@ -228,7 +228,7 @@ def test_a_card_that_emulates_bf16_is_given_fp16(name, kind, is_slow):
     [source] = [text for text in code_of(name).values() if re.search("^sixteen = ", text, re.M)]
     chosen = re.findall(r"^(?:bf16_is_emulated|slow|sixteen)\b.* = .*", source, re.M)
     support = SimpleNamespace(slow=is_slow)
-    names = {"device": SimpleNamespace(type=kind), "row_names": [], "ROWS": []}
+    names = {"device": SimpleNamespace(type=kind), "slow": is_slow, "ROWS": []}
     names["lab"] = SimpleNamespace(support=lambda precision, device: support)
     exec("\n".join(chosen), names)
     assert names["sixteen"] == ("fp16" if is_slow and kind == "cuda" else "bf16")
