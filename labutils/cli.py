@@ -7,7 +7,6 @@ Exit codes: 0 done; 1 it could not be done, the reason is on stderr; 2 the comma
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     from labutils.config.card import Card
     from labutils.config.schema import Config
+    from labutils.prediction.search import Plan
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
 SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"  # see _print_table
@@ -37,9 +37,22 @@ CONFIG = "a YAML file, or a short name such as bf16"
 RUN = "a name (its newest run), an id, or a record's path"
 COURSE = 'names of the course\'s such as "02" or "scaler", or paths (the four)'
 HERE = "this", "cpu"
+AS_EAGER = (
+    "Memory is counted as if nothing were compiled: four compiled steps of GPT-2 took 19 to 47 % "
+    "less on an H100 (reference/h100_steps.csv)"
+)
 MEASURED_HERE = "The time of a step on a CPU is not predicted: `labutils run` measures it"
-PLACES = f"one of {', '.join([*CARDS, *HERE])} (a100)"
+PLACES = f"a card (--cards lists them), {' or '.join(HERE)} (a100)"
 SHEET = "a card of your own, a YAML file of its datasheet"
+
+
+def _list_cards(is_wanted: bool) -> None:
+    if is_wanted:
+        cards = sorted(CARDS.values(), key=lambda card: card.memory_gib)
+        print(*(f"{card.name:16}{card.memory_gib:6.1f} GiB" for card in cards), sep="\n")
+        raise typer.Exit
+
+
 ConfigName = Annotated[str, typer.Argument(help=CONFIG)]
 ConfigNames = Annotated[list[str], typer.Argument(help=CONFIG)]
 RunNames = Annotated[list[str], typer.Argument(help=RUN)]
@@ -49,6 +62,8 @@ Rerun = Annotated[bool, typer.Option("--rerun", help="train even if an equal run
 Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Device = Annotated[str | None, typer.Option(metavar="CARD", help=PLACES)]
+LISTING = typer.Option("--cards", is_eager=True, callback=_list_cards, help="list the cards")
+Cards = Annotated[bool, LISTING]
 Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
 MEMORY = typer.Option(min=0.001, max=1e6, help="to fit into, instead of the card's own")
 Gib = Annotated[float | None, MEMORY]
@@ -203,6 +218,7 @@ def predict(
     device: Device = None,
     card: Sheet = None,
     gpu_memory_gib: Gib = None,
+    cards: Cards = False,
     as_json: Json = False,
 ) -> None:
     """Predict an experiment's memory and time on a GPU, without one."""
@@ -210,28 +226,33 @@ def predict(
 
     experiment = load_config(config, **parse_overrides(pairs))
     place = _card(experiment, device, card, "a100")
-    from labutils.prediction.memory import needed_gib, predict_memory
-    from labutils.prediction.search import fit
+    from labutils.memory.ledger import readable_size
+    from labutils.prediction.memory import needed_gib
+    from labutils.prediction.search import fit, unchanged
     from labutils.prediction.time import predict_time
 
-    ledger = predict_memory(experiment, place)
+    asked = unchanged(experiment, place)
+    ledger = asked.prediction.ledger
     budget, whose = _budget(experiment, place, gpu_memory_gib)
     needed = needed_gib(ledger, place)
-    fits = budget is None or needed <= budget
+    fits = _fits(asked.config, needed, budget)
     if not as_json:
         print(f"{experiment.name}: {ledger}")
         if budget is not None:
-            verdict = "fits" if fits else "does NOT fit"
-            print(
-                f"{verdict} {whose}: it needs {math.ceil(100 * needed) / 100:.2f} GiB", flush=True
-            )
+            verdict = {True: "fits", False: "does NOT fit", None: "may fit"}[fits]
+            detail = f": it needs {readable_size(needed * 2**30, digits=1)}"
+            if place.gpu:
+                spare = _spare(needed, budget)
+                detail = f", with {spare}" if spare else ""
+            print(f"{verdict} {whose}{detail}", flush=True)
     time = predict_time(experiment, place) if place.gpu else None
-    note = _slowness(experiment, place, time.step_ms) if time else MEASURED_HERE
-    if not as_json:
-        print(*(["", time] if time else []), *([note] if note else []), sep="\n", flush=True)
-    if not fits:
+    if time and not as_json:
+        print("", time, sep="\n", flush=True)
+    if fits is False:
         print("looking for changes that fit …", file=sys.stderr)
-    plan = None if fits else fit(experiment, budget, place)
+    plan = fit(experiment, budget, place) if fits is False and budget is not None else None
+    notes = [_as_eager(asked.config), _sixteen_bits(plan or asked) if time else MEASURED_HERE]
+    note = ". ".join(filter(None, notes))
     if as_json:
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
         facts |= {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase}
@@ -248,16 +269,19 @@ def predict(
     elif plan:
         first = f"No change makes it fit; with all of them it needs {plan.needed_gib:.2f} GiB:"
         if plan.fits(budget):
-            step = ""
+            details = [_spare(plan.needed_gib, budget)]
             if time:
-                times = f"{plan.step_ms / time.step_ms:.2f} times as long"
-                step = f" (a step then takes {plan.step_ms:.0f} ms, {times}, as predicted)"
-            first = f"It fits in {plan.needed_gib:.2f} GiB{step} if you change:"
+                as_long = f"{plan.step_ms / time.step_ms:.2f} times as long"
+                details.append(f"a step then takes {plan.step_ms:.0f} ms, {as_long}, as predicted")
+            why = "; ".join(filter(None, details))
+            first = f"It fits in {plan.needed_gib:.2f} GiB{why and f' ({why})'} if you change:"
         costs = [f"{key}={plan.changes[key]}: {cost}" for key, cost in plan.costs.items()]
         costs += (
             [f"that is: --set {plan.name}"] if costs else ["none of our changes saves anything"]
         )
         print(f"\n{first}", *costs, sep="\n  ")
+    if note and not as_json:
+        print(f"\n{note}" if plan else note)
 
 
 @app.command()
@@ -267,6 +291,7 @@ def advise(
     device: Device = None,
     card: Sheet = None,
     gpu_memory_gib: Gib = None,
+    cards: Cards = False,
     as_json: Json = False,
 ) -> None:
     """Predict what single changes would save, and cost, in an experiment or a recorded run."""
@@ -296,10 +321,11 @@ def advise(
     place = _card(experiment, device, card, own_device)
     from labutils.prediction.search import advise as advise_on
 
-    table = advise_on(experiment, place)
+    table, on_place = advise_on(experiment, place), experiment.on("cuda" if place.gpu else "cpu")
     (budget, _), facts = _budget(experiment, place, gpu_memory_gib), table.attrs
     if budget is not None:
-        table.insert(len(table.columns) - 1, "fits", table["needs GiB"] <= budget)
+        answers = [_fits(on_place, needed, budget) for needed in table["needs GiB"]]
+        table.insert(len(table.columns) - 1, "fits", answers)
     if as_json:
         rows = json.loads(table.reset_index().to_json(orient="records", double_precision=15))
         facts |= {"name": experiment.name, "budget_gib": budget, "changes": rows}
@@ -311,10 +337,12 @@ def advise(
         f"{step}needs {facts['needed_gib']:.2f} GiB, predicted"
     )
     if budget is not None:
-        answers = table.pop("fits").map({True: "yes", False: "no"})
+        answers = table.pop("fits").map({True: "yes", False: "no", None: "maybe"})
         table[f"fits {budget:g} GiB"] = answers.where(table["needs GiB"].notna())
     table = table.round({"saves MiB": 1, "adds ms": 1, "needs GiB": 2})
     _print_table(table.astype(object).fillna("–"))
+    if note := _as_eager(on_place):
+        print(note)
     if memory:
         print(f"measured in that run: {memory.peak_bytes / 2**20:,.0f} MiB, {memory.method}")
 
@@ -362,24 +390,50 @@ def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None
     return card.memory_gib, f"{card.name}, {card.memory_gib:g} GiB"
 
 
-def _slowness(config: Config, card: Card, step_ms: float) -> str:
-    """Return a sentence on a precision that is slow on a card, or ""."""
-    from labutils.config.choices import WITHOUT_BF16
-    from labutils.config.schema import ConfigError, precision_on
-    from labutils.prediction.time import predict_time
+def _fits(config: Config, needed_gib: float, budget_gib: float | None) -> bool | None:
+    """Return whether it fits; None: it may, as it is compiled, and needs less than is counted."""
+    if budget_gib is None or needed_gib <= budget_gib:
+        return True
+    return None if _as_eager(config) else False
 
-    precision = precision_on(config.precision, card)
-    support = card.support(precision)
-    if not support.slow:
+
+def _as_eager(config: Config) -> str:
+    """Return a sentence on the memory of a config that is compiled, or ""."""
+    from labutils.config.choices import COMPILE_MODES
+
+    return AS_EAGER if COMPILE_MODES[config.compile].is_on else ""
+
+
+def _spare(needed_gib: float, budget_gib: float | None) -> str:
+    """Return in words what is left of a budget where that is little."""
+    from labutils.prediction.search import ROOM
+
+    if budget_gib is None or not ROOM * budget_gib < needed_gib <= budget_gib:
         return ""
-    note = f"{precision} is slow on {card.name}: {support.reason}"
-    if precision == WITHOUT_BF16.name:
-        return note
-    instead = config.model_copy(update={"precision": WITHOUT_BF16.name})
-    with suppress(ConfigError):  # it may ask for what FP16 cannot do
-        times = step_ms / predict_time(instead, card).step_ms
-        note += f". A step takes {times:.1f} times as long as in {WITHOUT_BF16.name}"
-    return note
+    spare = budget_gib - needed_gib
+    return f"{spare:.1f} GiB to spare" + (": a desktop may take more" if spare < 1 else "")
+
+
+def _sixteen_bits(plan: Plan) -> str:
+    """Return in words what 16 bits would do that are faster on the card, or that these are slow."""
+    from labutils.config.card import PrecisionUnsupported
+    from labutils.config.choices import PRECISIONS, WITH_BF16, WITHOUT_BF16
+    from labutils.config.schema import ConfigError
+
+    precision, card = PRECISIONS[plan.config.precision], plan.card
+    support, other = card.support(precision.name), WITH_BF16 if card.has_bf16 else WITHOUT_BF16
+    notes = [f"{precision.name} is slow on {card.name}: {support.reason}"] * support.slow
+    is_fastest = precision is other or (precision.is_16bit and not support.slow)
+    if not is_fastest and not card.support(other.name).slow:
+        with suppress(ConfigError, PrecisionUnsupported):  # it may ask for what 16 bits cannot do
+            instead = plan.changed({"precision": other.name}, "")
+            times = plan.step_ms / instead.step_ms
+            notes.append(
+                f"With precision={other.name}{' as well' * bool(plan.changes)} a step would take "
+                f"{instead.step_ms:.1f} ms, {times:.1f} times as fast, and a card needs "
+                f"{instead.needed_gib:.2f} GiB (predicted)"
+            )
+    return ". ".join(notes)
 
 
 @app.command()

@@ -16,15 +16,15 @@ from tests.helpers import REPO
 
 DESK = {"session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"}
 CODE_LINES = {
-    "kit": 3_984,  # of labutils, what is in no other storey
-    "engine": 1_806,  # labutils/prediction
-    "desk": 1_914,  # of labutils, DESK
-    "tests": 6_828,
+    "kit": 3_992,  # of labutils, what is in no other storey
+    "engine": 1_819,  # labutils/prediction
+    "desk": 1_953,  # of labutils, DESK
+    "tests": 6_903,
     "benchmarks": 2_082,
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
 PAGE_LINES = 3_935  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_537  # README, INSTRUCTORS and the package's README
+WORDS = 3_535  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 98,
     "02-Gradient_Accumulation": 94,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import torch
 
 from labutils import cli
 from labutils.cli import main
+from labutils.config.card import CARDS
 from labutils.pages import core_notebooks
 from labutils.training.record import RunRecord, load_record
 from tests.helpers import REPO, TINY
@@ -53,7 +55,7 @@ def test_a_command_that_cannot_be_done_exits_with_1_and_says_what_to_do(runs, ca
         ("run", "bf61"): "no such file or directory; name one YAML file. Did you mean `bf16`?",
         ("check", "qqqqqq"): "There are: accumulation, bf16, ",
         ("run", "fp32", "--set=steps=0"): "`steps`",
-        ("run", "fp32", *SMALL, "--set=corpus=nowhere.txt"): "no such file",
+        ("run", "fp32", *SMALL, "--set=corpus=nowhere.txt"): "no such text file",
         ("predict", "tf32", "--device", "t4"): "use fp16",
         ("advise", "fp31"): "Nor is there such a config. Did you mean `fp32`?",
     }.items():
@@ -68,7 +70,7 @@ def test_wrong_usage_exits_with_2(capsys):
         ("run", "fp32", "steps=2"): "steps=2",
         ("predict", "fp32", "--gpu-memory-gib", "nan"): "--gpu-memory-gib",
         ("predict", "fp32", "--gpu-memory-gib", "8GB"): "--gpu-memory-gib",
-        ("predict", "fp32", "--device", "t44"): "Did you mean `t4`? Or describe",
+        ("predict", "fp32", "--device", "t44"): "Nearest in name: t4, ",
         ("predict", "fp32", "--device", ""): "no card is named ''",
         ("grade", ".", "--timeout", "0"): "--timeout",
         ("labs", "--in-place", "--student", "copies"): "excludes the other options",
@@ -180,4 +182,61 @@ def test_all_commands_are_listed_and_doctor_times_the_notebooks(capsys):
 def test_what_a_card_emulates_is_slow_and_has_a_faster_way(capsys):
     assert main(["predict", "bf16", "--device", "t4", *SMALL]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert re.search(r"^bf16 is slow on t4: .* A step takes \d\.\d times as long as in fp16$", said)
+    assert re.search(r"^bf16 is slow on t4: .* With precision=fp16 .* \d\.\d times as fast", said)
+
+
+@pytest.mark.parametrize(("card", "precision"), [("a100", "bf16"), ("t4", "fp16")])
+def test_a_question_in_fp32_ends_with_what_16_bits_would_do(capsys, card, precision):
+    shape = [
+        "--set",
+        "model=gpt2-nano",
+        "micro_batch_size=8",
+        "seq_len=512",
+        "tokens_per_step=4096",
+    ]
+    answers = {}
+    for asked in ("fp32", precision):
+        assert main(["predict", asked, "--device", card, *shape, "--json"]) == 0
+        answers[asked] = json.loads(capsys.readouterr().out)
+    plain, fast = answers.values()
+    times = plain["step_ms"] / fast["step_ms"]
+    assert plain["note"].startswith(f"With precision={precision} a step would take")
+    assert f" {fast['step_ms']:.1f} ms, {times:.1f} times as fast" in plain["note"]
+    assert f"needs {fast['needed_gib']:.2f} GiB (predicted)" in plain["note"]
+    assert not fast["note"] and main(["predict", "fp32", "--device", card, *shape]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == plain["note"]
+
+
+def test_the_cards_are_listed_by_memory(capsys):
+    assert main(["predict", "--cards"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {name: float(gib) for name, gib, _ in rows} == {
+        name: round(card.memory_gib, 1) for name, card in CARDS.items()
+    }
+    assert [float(row[1]) for row in rows] == sorted(float(row[1]) for row in rows)
+
+
+def test_no_refusal_rests_on_memory_that_is_counted_as_if_nothing_were_compiled(capsys):
+    compiled = ["predict", "fp32", "--set=model=gpt2-nano", "--set=compile=default"]
+    for gib, verdict, fits in ((8, "fits 8.0 GiB", True), (0.6, "may fit 0.6 GiB", None)):
+        assert main([*compiled, f"--gpu-memory-gib={gib}"]) == 0
+        printed, said = capsys.readouterr()
+        assert f"\n{verdict}" in printed and cli.AS_EAGER in printed and "looking" not in said
+        assert main([*compiled, f"--gpu-memory-gib={gib}", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["fits"] is fits and cli.AS_EAGER in answer["note"] and "fit" not in answer
+        assert answer["method"] == "predicted for a100, not compiled"
+    assert main(["advise", *compiled[1:], "--gpu-memory-gib=0.55"]) == 0
+    printed = capsys.readouterr().out
+    assert " maybe " in printed and " no  " not in printed and cli.AS_EAGER in printed
+
+
+def test_a_fit_with_little_to_spare_says_so(capsys):
+    question = ["predict", "bf16", "--set=model=gpt2-nano"]
+    assert main([*question, "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["needed_gib"]
+    for budget, words in (needed / 0.96, ", with 0.0 GiB to spare: a desktop"), (needed / 0.9, ""):
+        assert main([*question, f"--gpu-memory-gib={budget}"]) == 0
+        assert f"fits {budget} GiB{words}" in capsys.readouterr().out
+    for needs, words in (76.5, "3.5 GiB to spare"), (75.9, ""), (81, ""):
+        assert cli._spare(needs, 80) == words

@@ -6,6 +6,7 @@ pydantic gives them their types: so 1e-4 is a number, and `off` a word.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -162,7 +163,8 @@ def _plain(name: str) -> str:
 def card_named(name: str) -> Card:
     """Return the card of `cards.csv` with a name, written as in shops too: "RTX 3060 12GB".
 
-    Raises ValueError for any other name. It tells the most similar one, and how to describe a card.
+    Raises ValueError for any other name. It tells the three most similar ones, where all stand, and
+    how to describe a card.
     """
     wanted = _plain(name), _plain(re.sub(SIZE, "", name.lower()))
     size = re.search(SIZE, name.lower())
@@ -170,9 +172,11 @@ def card_named(name: str) -> Card:
         gib = float(size[1]) if size else card.memory_gib
         if _plain(card.name) in wanted and abs(card.memory_gib / gib - 1) < NEAR:
             return card
-    hint = did_you_mean(name, CARDS) or f" There are: {', '.join(CARDS)}."
+    word = re.sub(rf"{SIZE}|\W", "", name.lower())
+    nearest = difflib.get_close_matches(word, CARDS, n=3, cutoff=0)
     raise ValueError(
-        f"no card is named {name!r}.{hint} Or describe yours in a YAML file: --card FILE, or "
+        f"no card is named {name!r}. Nearest in name: {', '.join(nearest)}; all {len(CARDS)}: "
+        "`labutils predict --cards`. Or describe yours in a YAML file: --card FILE, or "
         "lab.load_card(FILE) in Python"
     )
 

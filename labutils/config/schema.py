@@ -361,7 +361,7 @@ def located_corpus(values: dict[str, Any], folder: Path) -> dict[str, str]:
     if corpus != "stdlib":
         values["corpus"] = str((folder / corpus).absolute())
         if not Path(values["corpus"]).is_file():
-            return {"corpus": f"`corpus`: no such file: {corpus!r}"}
+            return {"corpus": f"`corpus`: no such text file: {corpus!r}"}
     return {}
 
 

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from labutils.memory.ledger import GIB, MIB
+from labutils.memory.ledger import readable_size
 
 WORDS = (
     "can't allocate memory",
@@ -38,7 +38,3 @@ def short_message(error: BaseException) -> str:
         return (text.splitlines() or ["out of memory"])[0]
     amount = readable_size(int(asked[1])) if asked[2] == "bytes" else " ".join(asked.groups())
     return f"asked for {amount} more" + (f", {''.join(free.groups())}" if free else "")
-
-
-def readable_size(n_bytes: float) -> str:
-    return f"{n_bytes / GIB:,.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
@@ -20,6 +22,16 @@ def mib(n_bytes: float) -> float:
 def gib(n_bytes: float) -> float:
     """Return bytes in GiB, 1024³ bytes each."""
     return n_bytes / GIB
+
+
+def readable_size(n_bytes: float, digits: int = 0) -> str:
+    """Return bytes in GiB, or in MiB with so many digits where they are less than one."""
+    return f"{gib(n_bytes):,.2f} GiB" if n_bytes >= GIB else f"{mib(n_bytes):.{digits}f} MiB"
+
+
+def at_least(n_bytes: float) -> str:
+    """Return bytes in GiB, rounded up: no card of so much is too small."""
+    return f"{math.ceil(100 * gib(n_bytes)) / 100:.2f}"
 
 
 class MemoryLedger(BaseModel):
@@ -43,15 +55,17 @@ class MemoryLedger(BaseModel):
         table = pd.DataFrame(self.phases) / MIB
         table.loc["total"] = table.sum()
         lines = [f"MiB allocated at each phase's peak, {self.method}", table.round(1).to_string()]
-        lines += ["", f"peak {self.peak_gib:.2f} GiB allocated, in the {self.peak_phase} phase"]
+        peak = readable_size(self.peak_bytes, digits=1)
+        lines += ["", f"peak {peak} allocated, in the {self.peak_phase} phase"]
         if self.needed_bytes is not None:
             figures = self.reserved_bytes, self.reserved_expandable_bytes
-            plain, grown, needed = (
-                f"{gib(n):.2f} GiB" for n in (*figures, self.needed_expandable_bytes)
-            )
+            plain, grown = (readable_size(n, digits=1) for n in figures)
+            needed = f"{at_least(self.needed_bytes)} GiB"
+            if self.needed_expandable_bytes != self.needed_bytes:
+                needed += f", or {at_least(self.needed_expandable_bytes)} with them"
             lines += [
                 f"torch's allocator reserves {plain} in three steps, {grown} with expandable",
-                f"segments, which need a card of {needed} ({CONTEXT_GIB} for CUDA assumed)",
+                f"segments; a card needs {needed} ({CONTEXT_GIB} for CUDA assumed)",
             ]
         return "\n".join(lines)
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from labutils import machine
 from labutils.config.card import CONTEXT_GIB, Card
+from labutils.config.choices import COMPILE_MODES
 from labutils.config.schema import Config, resolve
 from labutils.memory.device_memory import without_expandable_segments
 from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger
@@ -58,6 +59,7 @@ ALLOWANCE = 1.1
 # the first makes the optimizer's state, the second finds holes where there were none, the third is
 # as all
 STEPS = 3
+AS_EAGER = ", not compiled"  # in the words of what a run measures
 REPEATED_MICRO_BATCHES = 4  # so many are replayed of a step that has more
 TIMELINE_POINTS = 400
 # of the smallest limit: so far apart may the largest that fails and the smallest that does not be
@@ -126,19 +128,24 @@ def needed_gib(ledger: MemoryLedger, device: Device = "a100") -> float:
 
 def predicted(config: Config, card: Card) -> Prediction:
     """Return the prediction for a resolved config."""
-    settings = allocator_settings(config, card)
-    return prediction_of(trace_config(config, card.gpu), card, config.grad_accum_steps, settings)
+    trace, settings = trace_config(config, card.gpu), allocator_settings(config, card)
+    note = AS_EAGER if COMPILE_MODES[config.compile].is_on else ""
+    return prediction_of(trace, card, config.grad_accum_steps, settings, note)
 
 
 def prediction_of(
-    trace: Trace, card: Card, n_micro_batches: int = 1, settings: Settings = DEFAULT
+    trace: Trace,
+    card: Card,
+    n_micro_batches: int = 1,
+    settings: Settings = DEFAULT,
+    note: str = "",
 ) -> Prediction:
     """Return the prediction for a traced step of so many micro-batches."""
     requests = []
     for _, _, event in walk(trace, n_micro_batches):
         if event.storage:
             requests.append((event.storage, event.kind == BIRTH))
-    return Prediction(trace, requests, card, settings)
+    return Prediction(trace, requests, card, settings, f"predicted for {card.name}{note}")
 
 
 @dataclass(frozen=True)
@@ -149,13 +156,13 @@ class Prediction:
     requests: list[Request]  # of three steps
     card: Card
     settings: Settings
+    method: str
 
     @cached_property
     def tensors(self) -> MemoryLedger:
         """The ledger of a step, without what the allocator takes for it."""
         settings = self.settings if self.card.gpu else None
-        method = f"predicted for {self.card.name}"
-        return ledger_of(self.trace, method, settings)
+        return ledger_of(self.trace, self.method, settings)
 
     @cached_property
     def ledger(self) -> MemoryLedger:

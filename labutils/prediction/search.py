@@ -29,8 +29,7 @@ from labutils.config.reader import load_config
 from labutils.config.schema import Config, ConfigError, resolve
 from labutils.machine import choose_device
 from labutils.memory.device_memory import free_memory, without_expandable_segments
-from labutils.memory.errors import GIB, readable_size
-from labutils.memory.ledger import MIB
+from labutils.memory.ledger import GIB, MIB, readable_size
 from labutils.prediction.memory import (
     Device,
     Prediction,
@@ -44,6 +43,8 @@ from labutils.prediction.trace import with_shape
 
 Changes = dict[str, Any]  # {key of a config: new value}
 CHUNK_TOKENS = 512
+ROOM = 0.95  # of a budget: a desktop or another process takes some, too
+OTHER_ARITHMETIC = {"precision", "optimizer", "optimizer_in_backward"}
 FEW_SEQUENCES = 2, 3  # a batch of one has views where larger ones have copies
 (PURE_BF16,) = (row.name for row in PRECISIONS.values() if row.weights == "bfloat16")
 ON_CPU = torch.device("cpu")
@@ -229,14 +230,18 @@ def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
 
     The table's changes are made one after the other until it fits, so that the arithmetic is left
     alone for as long as can be. Then each one goes without which it fits as well, the dearest
-    first. The tokens per step stay. If nothing fits, the plan with all changes is returned.
+    first. The tokens per step stay. A twentieth is left free where no other arithmetic is needed
+    for that alone. If nothing fits, the plan with all changes is returned.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
     original = plan = unchanged(config, device)
+    if plan.fits(budget_gib):
+        return plan
+    goal = ROOM * budget_gib
     taken: list[tuple[Changes, str]] = []
     table = changes_of(original.config, original.card)
     for changes, cost in machine.late_bar("changes tried", table):
-        if plan.fits(budget_gib):
+        if plan.fits(goal) or (plan.fits(budget_gib) and changes.keys() & OTHER_ARITHMETIC):
             break
         with suppress(ConfigError, PrecisionUnsupported):  # some exclude each other
             _require_fast(plan, changes)
@@ -244,15 +249,17 @@ def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
             if candidate.peak_bytes <= plan.peak_bytes:
                 plan = candidate
                 taken.append((changes, cost))
-    if not plan.fits(budget_gib):
-        return plan
+    if not plan.fits(goal):
+        goal = budget_gib
+        if not plan.fits(goal):
+            return plan
     for one in machine.late_bar("does it fit without", taken[::-1]):
         fewer = original
         for changes, cost in taken:
             if changes is not one[0]:
                 fewer = fewer.changed(changes, cost)
         with suppress(ConfigError):
-            if fewer.fits(budget_gib):
+            if fewer.fits(goal):
                 plan = fewer
                 taken.remove(one)
     return plan

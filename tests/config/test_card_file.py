@@ -112,9 +112,9 @@ def test_a_card_is_found_as_people_write_it(words, name):
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        ("rtx3060x", "Did you mean `rtx3060`?"),
-        ("RTX 3060 8GB", "Did you mean `rtx3060`?"),  # another card, with less bandwidth
-        ("GTX 1650", "There are: t4, v100"),
+        ("rtx3060x", "Nearest in name: rtx3060, "),
+        ("RTX 3060 8GB", "Nearest in name: rtx3060, "),  # another card, with less bandwidth
+        ("mi300x", f"; all {len(CARDS)}: `labutils predict --cards`"),
     ],
 )
 def test_an_unknown_card_gets_a_hint_and_the_way_to_describe_it(words, hint):

@@ -67,7 +67,8 @@ MISTAKES = [
     ("name: fp32", "name: my run", "`name`: expected letters, digits"),
     ("precision: fp32", "precision: FP16", "'16bit', got 'FP16'. Did you mean `fp16`?"),
     ("learning_rate: 6e-4", "learning_rate: .inf", "`learning_rate`: expected"),
-    ("corpus: stdlib", "corpus: nowhere.txt", "no such file: 'nowhere.txt'"),
+    ("corpus: stdlib", "corpus: nowhere.txt", "no such text file: 'nowhere.txt'"),
+    ("corpus: stdlib", "corpus: ..", "no such text file: '..'"),
     ("  seq_len: 128", "  when_cpu: {steps: 3}", "`when_cpu` stands inside `when_cpu`"),
     ("tokens_per_step: 4096", f"tokens_per_step: {10**9}", "; use a smaller micro_batch_size"),
     ("when_cpu:", "when_gpu:", "unknown key `when_gpu`. Did you mean `when_cpu`?"),
@@ -277,7 +278,7 @@ def test_each_change_has_a_name_of_its_own_and_a_valid_one(write):
             "unknown key `micro_batch_sise`. Did you mean `micro_batch_size`",
         ),
         ({"lr_warmup_steps": 61}, "`lr_warmup_steps`: .*more than the 60 steps"),
-        ({"corpus": "nowhere.txt"}, "`corpus`: no such file: 'nowhere.txt'"),
+        ({"corpus": "nowhere.txt"}, "`corpus`: no such text file: 'nowhere.txt'"),
         ({"when_cpu": {"steps": 3}}, "`when_cpu` is a part of a file"),
     ],
 )

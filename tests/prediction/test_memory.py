@@ -5,6 +5,7 @@ recorded in reference/allocator.csv.
 import copy
 import json
 import operator
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -455,8 +456,16 @@ def test_predict_command(capsys):
     )
     assert verdict < time < plan
     assert "micro_batch_size=2: more micro-batches" in printed and "that is: --set " in printed
-    for limit, words in (0.1, "memory_limit_gib, 0.6 GiB"), (20, "fits t4, 14.6 GiB: it needs "):
+    for limit, words in (0.1, "memory_limit_gib, 0.6 GiB"), (20, "\nfits t4, 14.6 GiB\n"):
         assert main([*nano, f"--set=memory_limit_gib={limit}", "--device", "t4"]) == 0
         assert words in capsys.readouterr().out  # the limit leaves the context out
     assert main([*nano, "--set=seq_len=256", "--gpu-memory-gib=0.61"]) == 0  # 0.6116 are needed
-    assert "does NOT fit 0.61 GiB: it needs 0.62 GiB" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "does NOT fit 0.61 GiB\n" in printed and "; a card needs 0.62 GiB, or " in printed
+    assert printed.count("0.62 GiB") == 1  # one number for what a card needs
+    assert main([*nano, "--set=expandable_segments=true"]) == 0
+    assert re.search("; a card needs [.0-9]+ GiB \\(0.5 for CUDA", capsys.readouterr().out)
+    assert main([*nano, "--device=cpu", "--gpu-memory-gib=1"]) == 0
+    printed = capsys.readouterr().out
+    peak, needed = (re.search(w + " ([.0-9]+) MiB", printed)[1] for w in ("peak", "it needs"))
+    assert float(needed) == pytest.approx(1.1 * float(peak), abs=0.1)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import labutils as lab
+from labutils.cli import AS_EAGER
 from labutils.config.card import CARDS, Card, Speed
 from labutils.files import REFERENCE_DIR
 from labutils.memory.kinds import ELEMENTS, FLASH
@@ -252,6 +253,15 @@ def test_steps_of_a_real_h100_are_met():
             assert row.allocated_bytes == pytest.approx(peak, rel=0.0015)
     print(pd.Series(ratios).describe())
     assert abs(pd.Series(ratios).median() - 1) < 0.06
+
+
+def test_what_is_said_of_compiled_memory_is_what_was_measured():
+    rows = pd.read_csv(REFERENCE_DIR / "h100_steps.csv", comment="#")
+    less = []
+    for row in rows[rows.config.str.contains("compile: default")].itertuples():
+        counted = lab.predict_memory(config_of_row(row.config), "h100").peak_bytes
+        less.append(100 * (1 - row.allocated_bytes / counted))
+    assert len(less) == 4 and f" {min(less):.0f} to {max(less):.0f} % less" in AS_EAGER
 
 
 def test_measured_steps_name_their_card():
