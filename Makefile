@@ -3,7 +3,8 @@
 # make test-all:  what the gate leaves out and 35 minutes have room for. make test-slow: the rest.
 # make mutants:   200 small faults, one at a time: which does no test notice? 90 minutes.
 # make types:     mypy; its errors may become fewer, and never more.
-# make readme:    the README's pictures: out of notebook 01, with what it takes from cards, and a block.
+# make readme:    the README's pictures and table: out of notebook 01, of what cards measured, and a
+#                 block; and docs/what_it_saves.md.
 # make site:      pages of all notebooks as they are committed, and the exhibits, into site/.
 # make bench:     several ways to train the same tokens, in turns.
 # make records:   the CSVs of long runs in labutils/reference/, on any machine; hours.
@@ -11,7 +12,8 @@
 #                 of the prediction: make exhibits AGAIN=--again, 20 minutes; it can be continued.
 # make gpu:       on a machine with an NVIDIA GPU: four parts, recorded in runs/gpu/; PARTS=bench
 #                 is one of them. What is done is not done again. Then, anywhere, for the archives:
-#                 python -m benchmarks.gpu --take runs/gpu/*.tar.gz  (into labutils/reference/)
+#                 python -m benchmarks.gpu --take runs/gpu/*.tar.gz  (records into
+#                 labutils/reference/, executed notebooks into benchmarks/cards/)
 # make wheels:    for a GPU without a network: packages for its Python, into wheels/. There:
 #                 make gpu GPU_PYTHON=python3 WHEELS=wheels LIMIT=540
 # All set themselves up.
@@ -88,6 +90,7 @@ mutants: $(VENV)/installed
 	$(TWO_AT_ONCE) $(BIN)/python -m benchmarks.mutants
 
 readme: $(VENV)/installed
+	$(BIN)/python -m benchmarks.card_tables
 	$(BIN)/python -m benchmarks.readme_figure
 	$(BIN)/python -m benchmarks.block_picture
 

@@ -13,8 +13,11 @@
 
 Parts do not depend on each other. A part is a few commands, and one that fails or reaches the limit
 stops no other. What is done stands in OUT/done, and is not done again by a next call; tables
-grow, and none is begun anew. Each part leaves OUT/PART.tar.gz, which another machine can `--take`
-into labutils/reference/.
+grow, and none is begun anew. Each part leaves OUT/PART.tar.gz, which another machine can `--take`:
+records go into labutils/reference/, and notebooks 01 to 04, as the card executed them, into
+benchmarks/cards/CARD/, with pictures of 128 colours and a card.json. It says which card, driver and
+torch they are from; notebooks of an archive without one are left out. If a card's notebooks are
+larger together than 2.5 MiB, they are written all the same, but `--take` says so and returns 1.
 
 Where there is no network, `make wheels` on another machine fills a folder, and `--wheels FOLDER`
 takes from it what the Python at hand lacks. Only the standard library is needed here.
@@ -23,7 +26,9 @@ takes from it what the Python at hand lacks. Only the standard library is needed
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +41,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 REFERENCE = REPO / "labutils" / "reference"
+CARDS = REPO / "benchmarks" / "cards"
+NOTEBOOKS = sorted(path.name for path in REPO.glob("0*.ipynb"))
 PYTHON = [sys.executable, "-m"]
 # without the options that need nbval; PASSED keeps what need not be tested again
 TESTS = [*PYTHON, "pytest", "-o", "addopts=", "-p", "benchmarks.gpu", "-m", "gpu", "-v"]
@@ -44,7 +51,10 @@ TESTS += ["--tb=short", "-p", "no:cacheprovider", "tests/test_gpu.py", "tests/te
 TABLE = [*PYTHON, "benchmarks.allocator_table", "{out}/reference/allocator_card.csv"]
 LABS = [*PYTHON, "labutils", "labs", "--keep-going"]
 BENCH = [*PYTHON, "benchmarks.bench", "--blocks", "5"]
-HAS_GPU = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
+ASK_TORCH = "import json, torch; torch.cuda.is_available() or exit(1); print(json.dumps("
+ASK_TORCH += "{'card': torch.cuda.get_device_name(), 'torch': torch.__version__}))"
+HAS_GPU = [sys.executable, "-c", ASK_TORCH]
+ASK_DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader || echo not noted"
 PARTS = {  # part: {command's name: its words}
     "ledger": {
         "ledger": [*TESTS, "-k", "predicted_peak"],
@@ -63,6 +73,7 @@ PARTS = {  # part: {command's name: its words}
 RUNS = {"bench": "reference/bench"}  # where a part's records go; else "runs"
 RECORDS, NO_RECORDS = (".csv", ".json", ".pickle"), (".html", ".gz")
 MOST_BYTES = 15 * 2**20  # of an archive, before it is compressed
+MOST_MIB = 2.5  # of a card's notebooks together
 PASSED = "GPU_TESTS_PASSED"  # environment: the file with the names of tests that have passed
 
 
@@ -167,8 +178,11 @@ def archive(out: Path, part: str) -> Path:
     return target
 
 
-def take(path: Path, reference: Path = REFERENCE) -> None:
-    """Copy the records of an archive into labutils/reference/. Tables that are there grow."""
+def take(path: Path, reference: Path = REFERENCE, cards: Path = CARDS) -> bool:
+    """Copy the records of an archive into labutils/reference/. Tables that are there grow.
+
+    Notebooks go elsewhere; return what `take_notebooks` says of them.
+    """
     n_taken = 0
     with tarfile.open(path) as file:
         for member in file:
@@ -186,7 +200,45 @@ def take(path: Path, reference: Path = REFERENCE) -> None:
             target.write_bytes(content)
             n_taken += 1
             print(f"took {target}")
-    print(f"{n_taken} records of {path}")
+        print(f"{n_taken} records of {path}")
+        return take_notebooks(file, cards)
+
+
+def take_notebooks(file: tarfile.TarFile, cards: Path) -> bool:
+    """Copy an archive's notebooks 01 to 04 and its card.json into a folder named after the card.
+
+    Pictures get at most 128 colours, unless that takes more bytes; all else stays as it is. A
+    notebook that was cut off is taken too, and the line about it says how far it came. Return False
+    if those in the folder are together too large.
+    """
+    names = [name for name in NOTEBOOKS if f"runs/{name}" in file.getnames()]
+    facts = json.load(file.extractfile("card.json")) if "card.json" in file.getnames() else {}
+    folder = cards / re.sub("[^a-z0-9]+", "-", facts.get("card", "").lower()).strip("-")
+    if names and folder == cards:
+        print(f"{file.name}: which card? No card.json, no notebooks taken", file=sys.stderr)
+        return True
+    for name in names:
+        notebook = json.load(file.extractfile(f"runs/{name}"))
+        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        # Imported here, because on the card, and for records, the standard library is enough.
+        from labutils.pages import with_fewer_colors
+
+        for data in (output.get("data", {}) for cell in code for output in cell["outputs"]):
+            if "image/png" in data:
+                data["image/png"] = with_fewer_colors(data["image/png"])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "card.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        text = json.dumps(notebook, indent=1, ensure_ascii=False)  # as nbformat writes it
+        (folder / name).write_bytes((text + "\n").encode())
+        # A cell has its number when it begins: the last may be the one that was cut off.
+        n_begun = sum(cell["execution_count"] is not None for cell in code)
+        print(f"took {folder / name}: {n_begun} of {len(code)} code cells begun")
+    mib = {path.name: path.stat().st_size / 2**20 for path in sorted(folder.glob("*.ipynb"))}
+    if sum(mib.values()) <= MOST_MIB:
+        return True
+    sizes = ", ".join(f"{name} {size:.2f}" for name, size in mib.items())
+    print(f"{folder}: together more than {MOST_MIB} MiB: {sizes}", file=sys.stderr)
+    return False
 
 
 def install_missing(wheels: Path, site: Path) -> None:
@@ -217,12 +269,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"no part is named {unknown[0]}; there are {', '.join(PARTS)}")
     if options.take:
-        for path in options.take:
-            take(path)
-        return 0
-    if subprocess.run(HAS_GPU, check=False).returncode:
+        # The newest last, since each holds all that OUT held: in an older one a notebook may be cut
+        # off that is whole in a newer one. Bytes 4 to 7 of a gzip file say when it was written.
+        archives = sorted(options.take, key=lambda path: path.read_bytes()[7:3:-1])
+        return 0 if all([take(path, REFERENCE, CARDS) for path in archives]) else 1
+    asked = subprocess.run(HAS_GPU, check=False, stdout=subprocess.PIPE, text=True)
+    if asked.returncode:
         parser.error(f"{sys.executable} has no torch that sees a CUDA GPU; see labutils doctor")
     out, site = options.out.resolve(), None
+    out.mkdir(parents=True, exist_ok=True)
+    driver = subprocess.getoutput(ASK_DRIVER).rpartition("\n")[2]  # a line for each card
+    facts = json.loads(asked.stdout) | {"driver": driver}
+    (out / "card.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
     if options.wheels:
         if not options.wheels.is_dir():
             parser.error(f"there is no folder {options.wheels}; make wheels fills one")

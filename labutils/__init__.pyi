@@ -38,6 +38,7 @@ from .prediction.memory import needed_gib as needed_gib
 from .prediction.memory import predict_memory as predict_memory
 from .prediction.memory import predict_module as predict_module
 from .prediction.published import config_of_row as config_of_row
+from .prediction.published import measured_on_h100 as measured_on_h100
 from .prediction.published import published as published
 from .prediction.search import advise as advise
 from .prediction.search import fit as fit

@@ -121,6 +121,9 @@ def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> 
     cell that fails, too.
     """
     notebook = read_notebook(path)
+    for cell in notebook.cells:  # else a cell that is not reached keeps another machine's output
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
     interrupt = _Interrupt()
     n_cells = sum(cell.cell_type == "code" for cell in notebook.cells)
     bar = tqdm(total=n_cells, desc=path.name, unit=" cells", file=sys.stdout, mininterval=0)

@@ -16,20 +16,20 @@ from tests.helpers import REPO
 
 DESK = {"session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"}
 CODE_LINES = {
-    "kit": 3_992,  # of labutils, what is in no other storey
-    "engine": 1_819,  # labutils/prediction
-    "desk": 1_953,  # of labutils, DESK
-    "tests": 6_903,
-    "benchmarks": 2_082,
+    "kit": 3_978,  # of labutils, what is in no other storey
+    "engine": 1_822,  # labutils/prediction
+    "desk": 1_956,  # of labutils, DESK
+    "tests": 7_019,
+    "benchmarks": 2_216,
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
 PAGE_LINES = 3_935  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_535  # README, INSTRUCTORS and the package's README
+WORDS = 3_799  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 98,
     "02-Gradient_Accumulation": 94,
     "03-Gradient_Checkpointing": 96,
-    "04-Memory_Profiling": 93,
+    "04-Memory_Profiling": 95,
     "adapters": 52,
     "can_you_tell": 53,
     "capstone": 39,
@@ -41,7 +41,7 @@ MINUTES = {  # of a reader, without exercises
     "scaler": 48,
     "several_processes": 47,
     "sharding": 53,
-    "where_time_goes": 73,
+    "where_time_goes": 74,
 }
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 

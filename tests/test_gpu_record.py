@@ -1,5 +1,8 @@
 """`make gpu`: parts that do not stop each other, can be continued, and lose nothing."""
 
+import base64
+import io
+import json
 import re
 import signal
 import subprocess
@@ -11,6 +14,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from benchmarks import gpu
 from tests.helpers import REPO
@@ -24,6 +28,9 @@ try:
 except KeyboardInterrupt:
     open(sys.argv[1], "w")
 """
+FACTS = {"card": "NVIDIA H100 80GB HBM3", "torch": "2.13.0+cu130"}
+PNG = re.compile(r'"image/png": "([^"]+)"')
+FOURTH = "04-Memory_Profiling.ipynb"
 LIMIT = 7.0  # seconds, of a clock that stands still
 
 
@@ -38,7 +45,7 @@ def parts(monkeypatch):
     parts = {"broken": {"fails": words("raise SystemExit(3)"), "writes": words(WRITE, table)}}
     parts["whole"] = {"writes": words(WRITE, "{out}/reference/other.csv")}
     monkeypatch.setattr(gpu, "PARTS", parts)
-    monkeypatch.setattr(gpu, "HAS_GPU", words("pass"))
+    monkeypatch.setattr(gpu, "HAS_GPU", words(f"print({json.dumps(FACTS)!r})"))
     return parts
 
 
@@ -123,6 +130,69 @@ def test_nothing_of_an_archive_is_written_outside_the_reference(tmp_path):
         file.add(tmp_path / "x", "reference/../evil")
     gpu.take(tmp_path / "a.tar.gz", tmp_path / "reference")
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="make gpu is for Linux")
+def test_an_archive_says_which_card_driver_and_torch_it_is_from(parts, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for driver in ("not noted", "580.1"):
+        gpu.main(["--out", str(tmp_path), "whole"])
+        with tarfile.open(tmp_path / "whole.tar.gz") as file:
+            assert json.load(file.extractfile("card.json")) == FACTS | {"driver": driver}
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.1\necho 580.1")  # of two cards
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+
+def archive_of_card(path, n_begun=99, card=FACTS["card"], names=(f"runs/{FOURTH}",)):
+    """Write an archive with notebook 04, executed as far as a cell; return the notebook's text."""
+    notebook = json.loads((REPO / FOURTH).read_text(encoding="utf-8"))
+    for cell in [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][n_begun:]:
+        cell["execution_count"] = None
+    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    texts = dict.fromkeys(names, text) | ({"card.json": json.dumps({"card": card})} if card else {})
+    with tarfile.open(path, "w:gz") as file:
+        for name, content in texts.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content.encode())
+            file.addfile(member, io.BytesIO(content.encode()))
+    return text
+
+
+def test_of_a_cards_notebook_only_pictures_change_and_no_other_file_is_written(tmp_path, capsys):
+    names = [f"{folder}/{FOURTH}" for folder in ("runs", "..", "/runs", "runs/../..", "site/runs")]
+    names, card = [*names, "runs/mine.ipynb"], f"../../{FACTS['card']}"
+    before = archive_of_card(tmp_path / "a", n_begun=7, card=card, names=names)
+    assert gpu.take(tmp_path / "a", tmp_path / "in" / "reference", tmp_path / "in" / "cards")
+    folder = tmp_path / "in" / "cards" / "nvidia-h100-80gb-hbm3"
+    written = {path for path in tmp_path.rglob("*") if path.is_file()} - {tmp_path / "a"}
+    assert written == {folder / "card.json", folder / FOURTH}
+    assert json.loads((folder / "card.json").read_text()) == {"card": card}
+    assert len(re.findall(r"took .*: 7 of \d+ code cells begun", capsys.readouterr().out)) == 1
+    after = (folder / FOURTH).read_text(encoding="utf-8")
+    for png in PNG.findall(after):
+        image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+        assert len(image.getcolors(2**24)) <= 128
+    assert PNG.sub("", after) == PNG.sub("", before)  # alternative texts too
+
+
+def test_the_newest_comes_last_and_what_is_too_large_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "CARDS", tmp_path / "cards")
+    for name, second, n_begun in (("a", 2e9, 7), ("b", 1e9, 6)):
+        monkeypatch.setattr(time, "time", lambda second=second: second)
+        archive_of_card(tmp_path / name, n_begun)
+    arguments = ["--take", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert gpu.main(arguments) == 0
+    assert f"{FOURTH}: 7 of " in capsys.readouterr().out.splitlines()[-1]
+    monkeypatch.setattr(gpu, "MOST_MIB", 0.01)
+    assert gpu.main(arguments) == 1
+    assert f"more than 0.01 MiB: {FOURTH} 0." in capsys.readouterr().err
+
+
+def test_of_an_archive_that_names_no_card_only_records_are_taken(tmp_path, capsys):
+    archive_of_card(tmp_path / "a", card="", names=(f"runs/{FOURTH}", "reference/b.json"))
+    assert gpu.take(tmp_path / "a", tmp_path / "reference", tmp_path / "cards")
+    assert (tmp_path / "reference" / "b.json").exists() and not (tmp_path / "cards").exists()
+    assert "no notebooks taken" in capsys.readouterr().err
 
 
 def test_of_a_folder_of_wheels_only_what_is_missing_is_installed(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
 from labutils.plotting.numbers import bands, curves, heat_map
-from labutils.plotting.runs import four_panels
+from labutils.plotting.runs import losses, speed_and_memory
 from labutils.plotting.style import CATEGORIES, COLORS, INK, MARKERS, MUTED, PRECISIONS
 
 __all__ = [
@@ -23,9 +23,10 @@ __all__ = [
     "block_history",
     "blocks",
     "curves",
-    "four_panels",
     "heat_map",
+    "losses",
     "snapshot",
+    "speed_and_memory",
     "stacked_memory",
     "timeline",
 ]

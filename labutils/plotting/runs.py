@@ -1,18 +1,19 @@
-"""Recorded runs: time, speed here and on cards, memory, and loss."""
+"""Recorded runs: speed here and on cards, memory, and loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from labutils.plotting.memory import stacked_memory
 from labutils.plotting.style import (
+    CLAIM,
     INK,
-    PREDICTED_BAR,
     Look,
     look_of,
     name_lines,
@@ -21,99 +22,83 @@ from labutils.plotting.style import (
 )
 from labutils.training.record import RunRecord, labels
 
-FORMS = {  # of bars, by a word in the device's name
-    "predicted": "Outlined: predicted for GPT-2 124M, not measured",
-    "published": "Pale: measured by others",
-}
-Milliseconds = Mapping[str, float]  # of a step, by the name of a run
+HERE = "This machine"
+SPEED_CLAIM, MEMORY_CLAIM = (2.0, 3.0), 0.5  # of tutorials: "2–3 times the speed, half the memory"
 
 
-def four_panels(
-    records: Sequence[RunRecord], elsewhere: Mapping[str, Milliseconds] | None = None
-) -> np.ndarray:
-    """Draw step time, speed, peak by category and loss; return the 2×2 axes.
+def speed_and_memory(records: Sequence[RunRecord], cards: pd.DataFrame | None = None) -> np.ndarray:
+    """Draw speed, and memory by category, beside what tutorials claim; return the two axes.
 
-    Speed is tokens per second, as a multiple of the first run's. `elsewhere` has milliseconds of
-    equal steps on other devices, {device: {name: ms}}; a device whose name says "predicted" is
-    drawn as outlines, and pale if it says "published". A run that took no step is left out.
+    Speed is tokens per second, as a multiple of the first run's on the same device. `cards` has
+    milliseconds of equal steps on other devices, with columns `card` and `precision`, and
+    `measured`, `predicted`, `published`: what was measured here is filled, what is predicted is
+    outlined, and what others published is a mark across the bar. A run that took no step is left
+    out.
     """
-    figure, axes = plt.subplots(
-        2, 2, figsize=(9, 7), dpi=96, height_ratios=(1.15, 1), layout="constrained"
-    )
-    figure.set_layout_engine("constrained", hspace=0.06)
-    (times, speeds), (peaks, losses) = axes
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.3), dpi=96, layout="constrained")
+    figure.set_layout_engine("constrained", wspace=0.06)
     trained = [record for record in records if record.timing]
     runs = dict(zip(labels(trained), trained, strict=True))
-    _times(times, {name: run.timing.median_step_ms for name, run in runs.items()})
-    ms_per_token = {name: 1e3 / run.timing.tokens_per_s for name, run in runs.items()}
-    _speeds(speeds, {"measured here": ms_per_token} | dict(elsewhere or {}))
-    _losses(losses, runs)
-    stacked_memory({n: run.memory.categories for n, run in runs.items() if run.memory}, peaks)
-    peaks.set_title("Peak memory of a step", fontsize="medium")
-    devices = {record.environment["device"] for record in trained}
-    told = f"Filled: measured on {'; '.join(sorted(devices))}"
-    told += "".join(
-        f". {words}" for word, words in FORMS.items() if word in " ".join(elsewhere or {})
+    here = pd.DataFrame({"card": HERE, "precision": list(runs)})
+    here["measured"] = [1e3 / run.timing.tokens_per_s for run in runs.values()]
+    _speeds(axes[0], pd.concat([here, cards]).reset_index(drop=True))
+    peaks = {name: run.memory.categories for name, run in runs.items() if run.memory}
+    first = sum(next(iter(peaks.values()), {}).values())
+    marks = {"“half”": MEMORY_CLAIM * first}
+    stacked_memory(peaks, axes[1], marks).set_title(
+        "Peak memory of a step", fontsize="medium", pad=16
     )
-    look: Look = {"loc": "outside lower left", "ncols": 5, "frameon": False, "borderpad": 0}
-    handles, names = [], []
-    if key := peaks.get_legend():  # the figure's: as its column's, it pushes the right one away
-        handles, names = key.legend_handles, [text.get_text() for text in key.texts]
-        key.remove()
-    figure.legend(handles, names, title=told, alignment="left", **look)
+    if names := axes[1].get_legend():  # the figure's: as its axis's, it is wider than the axis
+        texts = [text.get_text() for text in names.texts]
+        look: Look = {"loc": "outside lower right", "ncols": 5, "frameon": False, "borderpad": 0}
+        figure.legend(names.legend_handles, texts, handlelength=1, columnspacing=1.4, **look)
+        names.remove()
     return axes
 
 
-def _times(ax: Axes, ms: Milliseconds) -> None:
+def _speeds(ax: Axes, rows: pd.DataFrame) -> None:
+    """Draw each row's speed as a multiple of its card's first, on a log axis."""
     new_axis(ax, grid="")
-    texts = [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in ms.values()]
-    colors = [look_of(name, i)["color"] for i, name in enumerate(ms)]
-    bars = ax.barh(range(len(ms)), list(ms.values()), 0.7, color=colors)
-    ax.bar_label(bars, texts, padding=4)
-    ax.set_yticks(range(len(ms)), list(ms), color=INK)
-    ax.invert_yaxis()
-    ax.margins(x=0.14)
-    ax.set_title("Time of a step", fontsize="medium")
-    ax.set_xlabel("ms, median", loc="left")
-
-
-def _speeds(ax: Axes, devices: Mapping[str, Milliseconds]) -> None:
-    """Draw each run's speed as a multiple of the first one's, on a log axis, by device."""
-    new_axis(ax, grid="")
-    row, ticks, names = 0.0, [], []
-    for device, ms in devices.items():
-        first, *others = ms
-        headline: Look = {"xycoords": ax.get_yaxis_transform(), "va": "center", "weight": "bold"}
-        headline["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        ax.annotate(device, (0.01, row), **headline)
-        for i, name in enumerate(others, start=1):
-            row += 1
-            color, speed = look_of(name, i)["color"], ms[first] / ms[name]
-            look: Look = {"color": color, "alpha": 0.5 if "published" in device else 1.0}
-            if "predicted" in device:
-                look = {"edgecolor": color} | PREDICTED_BAR
-            ax.barh(row, speed - 1, 0.75, 1, **look)
-            side: Look = {"ha": "left" if speed >= 1 else "right", "va": "center"}
-            shift = (5 if speed >= 1 else -5, 0)
-            ax.annotate(f"{speed:.2g} ×", (speed, row), shift, textcoords="offset points", **side)
-            ticks.append(row)
-            names.append(name)
-        row += 1.4
+    ax.axvspan(*SPEED_CLAIM, color=CLAIM, alpha=0.35, lw=0)
+    above: Look = {"ha": "center", "va": "bottom", "weight": "bold"}
+    ax.annotate("“2–3 ×”", (6**0.5, 1), (0, 2), ax.get_xaxis_transform(), "offset points", **above)
+    place, ticks = 0.0, {}
+    for card, steps in rows.groupby("card", sort=False):
+        known = steps.dropna(axis=1, how="all").columns.drop(["card", "precision"])
+        look: Look = {"xycoords": ax.get_yaxis_transform(), "va": "center", "weight": "bold"}
+        look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.annotate(f"{card}: {', '.join(known)}", (0.01, place), **look)
+        speeds = steps[known].iloc[0] / steps[known]
+        for i, name in enumerate(steps.precision[1:], start=1):
+            place += 1
+            color, speed = look_of(name, i)["color"], speeds.iloc[i]
+            bar: Look = {"color": color}
+            if "measured" not in known:
+                bar = {"facecolor": f"{color}26", "edgecolor": color, "linewidth": 1.3}
+            ax.barh(place, speed.iloc[0] - 1, 0.75, 1, **bar)
+            if "published" in known:
+                ax.plot(2 * [speed.published], [place - 0.45, place + 0.45], color=INK, lw=2)
+            side: Look = {"ha": "left" if speed.max() >= 1 else "right", "va": "center"}
+            end, shift = (speed.max(), 5) if speed.max() >= 1 else (speed.min(), -5)
+            text = f"{speed.iloc[0]:.2g} ×"
+            ax.annotate(text, (end, place), (shift, 0), textcoords="offset points", **side)
+            ticks[place] = name
+        place += 1.4
     ax.axvline(1, color=INK, lw=1)
-    ax.set(xscale="log", ylim=(row - 0.8, -0.7), yticks=ticks)
-    ax.set_yticklabels(names, color=INK)
+    ax.set(xscale="log", ylim=(place - 0.8, -0.7))
+    ax.set_yticks(list(ticks), list(ticks.values()), color=INK)
     ax.set_xticks([], minor=True)
-    ax.set_xticks([1 / 8, 1 / 2, 1, 2, 8], ["1/8", "1/2", "1", "2", "8"])
+    ax.set_xticks([1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
     ax.margins(x=0.3)
-    ax.set_title("Speed", fontsize="medium")
-    ax.set_xlabel(f"× {first}'s on the same device", loc="left")
+    ax.set_title("Speed", fontsize="medium", pad=16)
+    ax.set_xlabel(f"tokens per second, × {rows.precision[0]}'s on the same device", loc="left")
 
 
-def _losses(ax: Axes, runs: Mapping[str, RunRecord]) -> None:
-    """Draw the loss against tokens seen, which is the only fair axis for unequal runs."""
-    new_axis(ax)
+def losses(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
+    """Draw losses against tokens seen, which is the only fair axis for unequal runs."""
+    ax = new_axis(ax)
     ends = []
-    for i, (name, run) in enumerate(runs.items()):
+    for i, (name, run) in enumerate(zip(labels(records), records, strict=True)):
         loss = run.series.loss
         tokens = np.arange(1, len(loss) + 1) * run.tokens_per_step
         look = look_of(name, i)
@@ -122,7 +107,7 @@ def _losses(ax: Axes, runs: Mapping[str, RunRecord]) -> None:
             ends.append((tokens[-1], loss[-1], name, look["color"]))
     name_lines(ax, ends)
     upright_unit(ax, "nats per token")
-    ax.set_title("Training loss", fontsize="medium")
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_xlabel("tokens trained on", loc="left")
+    return ax

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
+import pandas as pd
 import pytest
 from nbclient import NotebookClient
 
@@ -96,15 +97,35 @@ def run(name: str, ms: float | None) -> SimpleNamespace:
     )
 
 
-def test_four_panels_leave_out_what_did_not_train():
+def test_speed_and_memory_stand_beside_the_claim_without_what_did_not_train():
     runs = [run("fp32", 20.0), run("bf16", 5.0), run("tf32", None)]
-    elsewhere = {"T4, predicted": {"fp32": 4.0, "fp16": 2.0}}
-    (times, speeds), (peaks, losses) = plotting.four_panels(runs, elsewhere)
-    assert words(times.get_yticklabels()) == words(peaks.get_yticklabels()) == ["fp32", "bf16"]
-    assert [bar.get_width() for bar in times.patches] == [20, 5]
-    assert [1 + bar.get_width() for bar in speeds.patches] == [4, 2]
-    assert [bar.get_fill() for bar in speeds.patches] == [True, False]  # the second is predicted
-    assert [list(line.get_xdata()) for line in losses.lines] == [[10, 20], [10, 20]]
+    columns = ["card", "precision", "measured", "predicted", "published"]
+    rows = [
+        ("H100", "fp32", 8.0, None, None),
+        ("H100", "tf32", 4.0, None, None),
+        ("T4", "fp32", None, 4.0, 3.0),
+        ("T4", "fp16", None, 2.0, 1.0),
+    ]
+    speeds, peaks = plotting.speed_and_memory(runs, pd.DataFrame(rows, columns=columns))
+    assert words(peaks.get_yticklabels()) == ["fp32", "bf16"]
+    claim, *bars = speeds.patches
+    assert (claim.get_x(), claim.get_width()) == (2, 1)
+    assert [1 + bar.get_width() for bar in bars] == [4, 2, 2]
+    assert [bar.get_facecolor()[3] == 1 for bar in bars] == [
+        True,
+        True,
+        False,
+    ]  # the T4 is predicted
+    mark, one = speeds.lines
+    assert list(mark.get_xdata()) == [3, 3] and list(one.get_xdata()) == [1, 1]
+    said = words(speeds.texts)
+    assert {"This machine: measured", "H100: measured", "T4: predicted, published"} <= set(said)
+    assert peaks.lines[0].get_xdata()[0] == 0.5  # half of what the first takes
+
+
+def test_losses_are_drawn_against_tokens():
+    ax = plotting.losses([run("fp32", 20.0), run("bf16", 5.0)])
+    assert [list(line.get_xdata()) for line in ax.lines] == [[10, 20], [10, 20]]
 
 
 def test_timeline_shows_every_phase_and_marks_the_peak():
