@@ -8,10 +8,11 @@ an operation's kernels take from the allocator for themselves while they run.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -131,6 +132,15 @@ def off_card(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return (lambda: tensor) if stays else partial(torch.empty, tensor.shape, dtype=tensor.dtype)
 
 
+@contextmanager
+def unwatched_products() -> Iterator[None]:
+    """Inside, `prod` has the derivative that it has where no dispatch mode looks on."""
+    with torch.library._scoped_library("aten", "IMPL", "AutogradCPU") as autograd:
+        autograd.impl("prod.dim_int", _product)
+        autograd.impl("prod", _product)
+        yield
+
+
 class FusedRMSNorm(torch.autograd.Function):
     """What CUDA's kernel keeps: its input, and one number for each row (layer_norm.cpp)."""
 
@@ -144,6 +154,30 @@ class FusedRMSNorm(torch.autograd.Function):
     def backward(ctx, gradient):
         _, weight, _ = ctx.saved_tensors
         return gradient.clone(), None, None if weight is None else torch.empty_like(weight)
+
+
+class Product(torch.autograd.Function):
+    """The derivative of a product without zeros (prod_backward in FunctionsManual.cpp)."""
+
+    @staticmethod
+    def forward(ctx, x, dim):
+        with torch._C._AutoDispatchBelowAutograd():  # private: where this rule no longer holds
+            result = x.prod(dim, keepdim=True)
+        ctx.save_for_backward(x, result)
+        ctx.dim = dim
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, result = ctx.saved_tensors
+        (x == 0).sum(ctx.dim)  # are there zeros?
+        return gradient * (result / x), None
+
+
+def _product(x, dim=None, keepdim=False, *, dtype=None):
+    x, is_flat = x if dtype is None else x.to(dtype), dim is None
+    result = Product.apply(x.flatten() if is_flat else x, 0 if is_flat else dim)
+    return result if keepdim else result.squeeze(0 if is_flat else dim)
 
 
 def _widened(argument: Any) -> Any:
@@ -189,6 +223,32 @@ def borrowed(operation: Any, args: tuple, gpu: Gpu) -> list[tuple[Rule, tuple[in
         itemsize = torch.promote_types(args[0].dtype, args[1].dtype).itemsize
         return [(partial(_elements, itemsize), args[0].shape)]
     return []
+
+
+# kernels that want elements in order, and those that want their result's dtype
+ORDERED = "_(log_)?softmax|native_layer_norm|reflection_pad|(avg|max)_pool"
+COPIES = re.compile(rf"aten::(({ORDERED}).*_back|(?P<dtype>sum|nansum|prod|mean)(\.|$))")
+copying = cache(lambda operation: COPIES.match(operation.name()))
+SIXTEEN_BIT = torch.float16, torch.bfloat16
+
+
+def copied(operation: Any, args: tuple, out: Any, *, is_cuda: bool) -> list[int]:
+    """Return the bytes of the copies of its inputs that an operation computes with, on any device.
+
+    A reduction's has its result's dtype (make_reduction in ReduceOpsUtils.h; CUDA's kernel reads 16
+    bits and sums in float32), and some kernels want their elements in order, for example of a
+    gradient that is one number expanded.
+    """
+    if not (found := copying(operation)):
+        return []
+    if not found["dtype"]:
+        tensors = [x for x in args if isinstance(x, torch.Tensor) and not x.is_contiguous()]
+        return [x.numel() * x.itemsize for x in tensors]
+    if args[0].dtype == out.dtype:
+        return []
+    if is_cuda and args[0].dtype in SIXTEEN_BIT and out.dtype == torch.float32:
+        return []
+    return [args[0].numel() * out.dtype.itemsize]
 
 
 def _partial_sums(n_indices: int, n_rows: int, width: int) -> int:

@@ -39,7 +39,6 @@ from labutils.prediction.trace import (
     BIRTH,
     CATEGORIES,
     DEATH,
-    LASTING,
     OPERATION,
     Event,
     Segment,
@@ -92,6 +91,7 @@ def predict_module(
     grad_accum_steps: int = 1,
     max_grad_norm: float = 0.0,
     keeps_gradients: bool = False,
+    keeps_outputs: bool = False,
 ) -> MemoryLedger:
     """Return the predicted ledger of one step of any module: `loss_fn(model, batch)` is a scalar.
 
@@ -102,16 +102,18 @@ def predict_module(
     lists of tensors where torch does so by default. The module is left alone. Tensors that model or
     loss hold beside parameters and buffers are counted with these.
     Gradients are gone before forward, unless it `keeps_gradients`: a loop that calls `zero_grad`
-    between forward and backward has those of the last step until then.
+    between forward and backward has those of the last step until then. What the model returns is
+    gone before backward, unless it `keeps_outputs`: in a loop with `logits = model(x)` the name
+    holds it until the next batch's replaces it. The ledger's head says which. What `loss_fn` keeps
+    counts once.
     Raises ValueError for an unknown precision, and, with the line, for a step that depends on its
     data.
     """
     card = machine.card_of(device)
-    batches = [batch] * min(grad_accum_steps, 2)  # a second one meets the gradients of the first
-    trace = traced_module(
-        model, batches, loss_fn, optimizer, precision, card, max_grad_norm, keeps_gradients
-    )
-    return prediction_of(trace, card, grad_accum_steps).ledger
+    loop = grad_accum_steps, max_grad_norm, keeps_gradients, keeps_outputs
+    trace = traced_module(model, batch, loss_fn, optimizer, precision, card, *loop)
+    note = f", outputs {'kept through' if keeps_outputs else 'gone before'} backward"
+    return prediction_of(trace, card, grad_accum_steps, note=note).ledger
 
 
 def needed_gib(ledger: MemoryLedger, device: Device = "a100") -> float:
@@ -222,8 +224,8 @@ def segments_of(trace: Trace, n_micro_batches: int) -> list[Segment]:
 def walk(trace: Trace, n_micro_batches: int = 1) -> Iterator[tuple[int, Segment, Event]]:
     """Yield (step, segment, event) of the first STEPS steps; the model is moved in step 0.
 
-    Left out are births of what lasts in all steps but the first, and storages that are always
-    empty: for 0 bytes nothing is asked.
+    Left out are births of what lasts in all steps but the first, of what a loop keeps too, and
+    storages that are always empty: for 0 bytes nothing is asked.
     """
     alive: set[Storage] = set()
     moved = Segment("", None, [Event(BIRTH, storage) for storage in trace.standing])
@@ -233,8 +235,7 @@ def walk(trace: Trace, n_micro_batches: int = 1) -> Iterator[tuple[int, Segment,
             for event in segment.events:
                 storage = event.storage
                 if event.kind == BIRTH:
-                    stands = storage.category in LASTING and storage in alive
-                    if stands or not (storage.n_bytes or storage.rule):
+                    if storage in alive or not (storage.n_bytes or storage.rule):
                         continue
                     alive.add(storage)
                 elif event.kind == DEATH:

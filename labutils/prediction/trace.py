@@ -8,6 +8,7 @@ gets (`prediction.memory`), and the time (`prediction.time`).
 
 from __future__ import annotations
 
+import re
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # private: as torch 
 
 from labutils.config.card import Card, Gpu
 from labutils.config.choices import PRECISIONS
-from labutils.config.schema import Config
+from labutils.config.schema import Config, precision_on
 from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import (
     ACTIVATIONS,
@@ -50,9 +51,11 @@ from labutils.prediction.cuda_rules import (
     PRODUCTS,
     Rule,
     borrowed,
+    copied,
     cuda_rules,
     off_card,
     outputs_in_order,
+    unwatched_products,
 )
 from labutils.prediction.work import TENSORS_PER_LAUNCH, Work, work_of
 from labutils.techniques import precision
@@ -83,6 +86,10 @@ LASTING = (PARAMETERS, OPTIMIZER, WORKSPACES)  # what is alive from one step to 
 OPERATION, BIRTH, DEATH = "operation", "birth", "death"
 ON_CPU = torch.device("cpu")
 aten = torch.ops.aten
+ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
+WRITES_ELEMENTS = re.compile(
+    r"aten::(index_(put|add|copy|fill)|scatter(_add)?|masked_fill|put)(\.|$)"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -147,6 +154,7 @@ class StorageLog(TorchDispatchMode):
         # On CUDA one launch takes many of the tensors that a CPU takes one by one.
         self.in_lists = False
         self.updates: dict[tuple, list[Event]] = {}  # of LowBitAdamW, by the size of a tensor
+        self.zeros: set[Storage | None] = set()  # which nothing has written to
         # of any module, by id: tensors that are no parameter, buffer or batch, and their twins
         self.others: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -192,9 +200,8 @@ class StorageLog(TorchDispatchMode):
         # a lift is how torch.tensor([1]) begins: a tensor of this step, with data
         if self.others is not None and operation is not aten.lift_fresh.default:
             args, kwargs = tree_map_only(torch.Tensor, self._without_data, (args, kwargs))
-        adds_up = operation is aten.add.Tensor and not torch.is_grad_enabled()
-        if adds_up and _adds_in_place(*args[:2]):
-            operation = aten.add_.Tensor
+        if not torch.is_grad_enabled():
+            operation = self._in_place(operation, args)
         compute = _grouped_mm if operation is aten._grouped_mm.default else operation
         out = compute(*args, **kwargs)
         at = len(self.events)
@@ -202,6 +209,8 @@ class StorageLog(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         for tensor in outputs_in_order(operation, tensors) if self.gpu else tensors:
             self._see(tensor, category)
+        if operation in ZEROS and self.phase == "backward" and not torch.is_grad_enabled():
+            self.zeros.add(self.of(out))
         work = work_of(operation, args, kwargs, out, self.of)
         if operation is aten.lift_fresh.default and self.phase == "optimizer":
             work = None  # an optimizer's count of steps stays on the host
@@ -209,9 +218,25 @@ class StorageLog(TorchDispatchMode):
             work.calls /= TENSORS_PER_LAUNCH
         if tensors or work:  # or it is another question
             self.events.insert(at, Event(OPERATION, None, work))
-        if self.gpu:
-            self._borrow(operation, args)
+        self._borrow(operation, args, out)
         return out
+
+    def _in_place(self, operation: Any, args: tuple) -> Any:
+        """Return the operation that autograd takes where no dispatch mode looks on.
+
+        It adds up gradients, and writes to the elements of fresh zeros, in place. Under a mode it
+        never does (isTensorSubclassLike in FunctionsManual.cpp), so the log has to.
+        """
+        if operation is aten.add.Tensor and _adds_in_place(*args[:2]):
+            return aten.add_.Tensor
+        if not self.zeros or not WRITES_ELEMENTS.match(operation.name()):
+            return operation
+        target = self.of(args[0])
+        if target not in self.zeros:
+            return operation
+        self.zeros.discard(target)
+        packet, overload = operation.overloadpacket, operation._overloadname
+        return getattr(getattr(aten, f"{packet.__name__}_"), overload)
 
     def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or for one with data its counterpart, which stands from now on."""
@@ -236,8 +261,13 @@ class StorageLog(TorchDispatchMode):
                 return CAST_WEIGHTS
         return category
 
-    def _borrow(self, operation: Any, args: tuple) -> None:
+    def _borrow(self, operation: Any, args: tuple, out: Any) -> None:
         """Note what the kernels of an operation request, and cuBLAS's workspaces, which stay."""
+        for n_bytes in copied(operation, args, out, is_cuda=bool(self.gpu)):
+            storage = Storage(n_bytes, TEMPORARIES)
+            self.events += [Event(BIRTH, storage), Event(DEATH, storage)]
+        if not self.gpu:
+            return
         thread = self.phase == "backward"
         if operation in PRODUCTS and thread not in self.handles:
             self.handles.add(thread)
@@ -361,16 +391,20 @@ class _Undivided:
 
 def traced_module(
     model: nn.Module,
-    batches: list[Any],
+    batch: Any,
     loss_fn: LossFn,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     precision_name: str,
     card: Card,
+    grad_accum_steps: int = 1,
     max_grad_norm: float = 0.0,
     keeps_gradients: bool = False,
+    keeps_outputs: bool = False,
 ) -> Trace:
     """Return the trace of one step of any module on a card. The module is left alone.
 
+    For arguments see `predict_module`. Of more than two micro-batches two are traced: the second
+    meets the gradients of the first.
     On a card the optimizer updates lists of tensors where CUDA's default does: its temporaries are
     then as large as all tensors of a group, not as one (`foreach` in `torch.optim.AdamW`).
     Tensors that model or loss hold beside parameters and buffers are counted with these. Raises
@@ -387,8 +421,15 @@ def traced_module(
             is_open = group.get("foreach", False) is None
             if is_open and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
+        batches = [batch] * min(grad_accum_steps, 2)
         batches = tree_map_only(torch.Tensor, lambda x: fake.from_tensor(_twin(x)), batches)
-        log.others = {}
+        log.others, kept = {}, [None]
+
+        def keep(module: nn.Module, arguments: Any, outputs: Any) -> None:
+            if keeps_outputs:
+                kept[0] = outputs  # until the next ones replace them
+
+        hook = model.register_forward_hook(keep)
 
         def loss_beside_gradients(model: nn.Module, batch: Any) -> torch.Tensor:
             old = [p for p in model.parameters() if p.requires_grad and p.grad is None]
@@ -407,7 +448,7 @@ def traced_module(
                 loss_beside_gradients if keeps_gradients else loss_fn,
                 updates,
                 log,
-                autocast=partial(precision.autocast, precision_name, ON_CPU),
+                autocast=partial(precision.autocast, precision_on(precision_name, card), ON_CPU),
                 max_grad_norm=max_grad_norm,
             )
         except NEEDS_DATA as error:
@@ -422,10 +463,13 @@ def traced_module(
                 if not TORCH.search(file):
                     place += f", at {Path(file).name}:{line}"
                     break
+            hint = "FlexAttention" in str(error) and ". Take scaled_dot_product_attention for it"
             raise ValueError(
                 "cannot be predicted: this step depends on its data, or on an operation without a "
-                f"rule, in {place} ({error!r})"
+                f"rule, in {place} ({error!r}){hint or ''}"
             ) from None
+        finally:
+            hook.remove()
 
 
 @contextmanager
@@ -462,7 +506,7 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 def fake_world(gpu: Gpu | None) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
     """Inside, tensors have no data, and the log sees what operations would allocate on a device."""
     rules = cuda_rules(flash=gpu.flash) if gpu else nullcontext()
-    with rules, FakeTensorMode() as fake, StorageLog(gpu) as log:
+    with rules, unwatched_products(), FakeTensorMode() as fake, StorageLog(gpu) as log:
         yield log, fake
 
 

@@ -128,7 +128,9 @@ def test_any_module_is_predicted_on_a_card_of_ones_own(write):
     card = lab.load_card(write())
     step = nn.Linear(64, 64), torch.zeros(8, 64), lambda model, x: model(x).sum(), torch.optim.AdamW
     for predict in (lab.predict_module, lab.predict_module_time):
-        assert predict(*step, precision="bf16", device=card).method == "predicted for rtx3070"
+        assert predict(*step, precision="bf16", device=card).method.startswith(
+            "predicted for rtx3070"
+        )
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
