@@ -1,49 +1,55 @@
-"""Train GPT-2 as a file of `configs/` says, in one script: no labutils, nothing hidden.
+"""Train GPT-2 in one file: plain torch, the model on the page, no labutils. Copy it anywhere.
 
-    python further/train_gpt2.py configs/fp16_config.yaml --set steps=20
-    torchrun --nproc_per_node 2 further/train_gpt2.py configs/fp32_config.yaml \\
+    python train_gpt2.py                                        # what Config says below
+    python train_gpt2.py fp16_config.yaml --set steps=20        # a file of the course's configs/
+    torchrun --nproc_per_node 2 train_gpt2.py fp32_config.yaml \\
         --set micro_batch_size=2 --save-every 20
 
 Automatic mixed precision, a GradScaler, gradient accumulation, gradient checkpointing and clipping.
 One process on a CPU has the losses of `labutils run`, bit for bit; in chunks they agree to
 rounding. torchrun shares every step among processes: as many tokens, and without dropout the same
 gradient up to rounding. With `--save-every` a run keeps its state, from which the same command
-with `--resume` continues, and leaves a model for `GPT2LMHeadModel.from_pretrained`.
+with `--resume` continues to the same weights, bit for bit; or with more steps, other micro-batches,
+another number of processes. It leaves a model for `GPT2LMHeadModel.from_pretrained`.
 """
 
 import argparse
+import gc
 import hashlib
-import json
 import math
 import os
 import re
 import shutil
+import signal
+import sys
 import sysconfig
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Annotated, Literal, get_args, get_type_hints
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from jsonschema import Draft202012Validator
-from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 as_written = argparse.RawDescriptionHelpFormatter
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-parser.add_argument("config", type=Path, help="a YAML file, as in configs/")
+parser.add_argument("config", type=Path, nargs="?", help="a YAML file, as in the course's configs/")
 parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
 parser.add_argument("--save-every", type=int, default=0, metavar="N", help="steps between states")
 parser.add_argument("--resume", action="store_true", help="continue from the last state")
@@ -67,22 +73,111 @@ def refuse(reason):
     """End the process with a reason in place of a traceback; the first process tells it."""
     if rank > 0:
         time.sleep(1)  # torchrun stops the others as soon as one has ended
-    parser.exit(2, f"{parser.prog}: {reason}\n" if rank == 0 else None)
+        sys.exit(2)
+    print(f"{parser.prog}: {reason}", file=sys.stderr, flush=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun would print 20 lines beneath this one
+        os.kill(os.getppid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one
+    sys.exit(2)
 
 
-# ---- The config: the file, then what it says for a CPU, then --set
-SCHEMA = json.loads((Path(__file__).parents[1] / "configs/schema.json").read_text())
-KEYS = SCHEMA["properties"]
-TYPES = {"integer": int, "number": float, "boolean": bool}
+# ---- The config: its keys are those of the course's configs/, where a comment explains each
+Count, CountOrOff = Annotated[int, 1, 10**9], Annotated[int, 0, 10**9]
+TINY, BELOW_1 = sys.float_info.min, 1 - 2**-53
+SHAPES = {  # blocks, heads, width, vocabulary
+    "gpt2-nano": (4, 4, 128, 2048),
+    "gpt2": (12, 12, 768, 50257),
+    "gpt2-medium": (24, 16, 1024, 50257),
+    "gpt2-large": (36, 20, 1280, 50257),
+    "gpt2-xl": (48, 25, 1600, 50257),
+}
 
 
-def typed(part):
-    """Return {key: value} of {key: text}. What is no such value stays, for `check` to refuse."""
+@dataclass
+class Config:
+    """A run, where a file and --set say nothing else; two numbers are the bounds of a value."""
+
+    name: str = "gpt2"
+    note: str = ""
+    seed: Annotated[int, 0, 2**31 - 1] = 0
+    model: Literal["gpt2-nano", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"] = "gpt2"
+    weights: Literal["random", "pretrained"] = "random"
+    corpus: str = "stdlib"
+    seq_len: Annotated[int, 2, 32768] = 512
+    micro_batch_size: Count = 4
+    tokens_per_step: Count = 4096
+    steps: Count = 60
+    learning_rate: Annotated[float, TINY, 10] = 6e-4
+    lr_schedule: Literal["constant", "cosine"] = "cosine"
+    lr_warmup_steps: CountOrOff = 5
+    weight_decay: Annotated[float, 0, 1] = 0.1
+    max_grad_norm: Annotated[float, 0, 1e6] = 1.0
+    eval_every: CountOrOff = 0
+    precision: Literal["fp32", "tf32", "fp16", "bf16", "16bit"] = "16bit"
+    init_scale: Annotated[float, TINY, 2.0**60] = 65536.0
+    growth_interval: Count = 2000
+    optimizer: Literal["adamw"] = "adamw"
+    optimizer_impl: Literal["fused"] = "fused"
+    optimizer_in_backward: Literal[False] = False
+    dropout: Annotated[float, 0, BELOW_1] = 0.1
+    activation: Literal["gelu_new", "gelu_tanh"] = "gelu_new"
+    use_cache: Literal[False] = False
+    attention: Literal["auto"] = "auto"
+    pad_vocab: Literal[False, True] = False
+    loss_chunk_tokens: CountOrOff = 0
+    compile: Literal["off", "default"] = "off"
+    gradient_checkpointing: Literal["none", "block"] = "none"
+    memory_limit_gib: Annotated[float, 0, 0] = 0.0
+    expandable_segments: Literal[False] = False
+
+
+WHEN_CPU = {"model": "gpt2-nano", "seq_len": 128, "tokens_per_step": 512, "precision": "fp32"}
+WHEN_CPU |= {"learning_rate": 2e-3}
+KEYS = get_type_hints(Config, include_extras=True)
+SWITCH = dict.fromkeys(["true", "on", "yes", "y", "t", "1"], True)
+SWITCH |= dict.fromkeys(["false", "off", "no", "n", "f", "0"], False)
+mistakes = []
+
+
+def did_you_mean(word, choices):
+    """Return a question that names the choice most like a word, or nothing."""
+    return "".join(f"; did you mean {near}?" for near in get_close_matches(word, choices, n=1))
+
+
+def value_of(key, text):
+    """Return what a text says of a key. Raises ValueError with what was expected."""
+    first, *others = allowed = get_args(KEYS[key]) or [str]
+    if first in (int, float):
+        low, high = others
+        with suppress(ValueError):  # no number
+            number = float(text)
+            if low <= number <= high and number == first(number):
+                return first(number)
+        a_number = "a whole number" if first is int else "a number"
+        raise ValueError(f"expected {a_number} from {low:g} to {high:g}, got {text!r}")
+    if first is str:
+        return text
+    value = SWITCH.get(text.lower(), text) if isinstance(first, bool) else text
+    if value in allowed:
+        return value
+    choices = [str(choice) for choice in allowed]
+    near = did_you_mean(text.lower(), choices)
+    raise ValueError(f"expected {' or '.join(choices)}, got {text!r}{near}")
+
+
+def values_of(part, where):
+    """Return {key: value} of {key: text}, and note what is wrong."""
+    values = {}
     for key, text in part.items():
-        with suppress(KeyError, OverflowError, ValueError):  # 512.0 and yes are values, too
-            value = TypeAdapter(TYPES[KEYS[key]["type"]]).validate_python(text)
-            part[key] = value if math.isfinite(value) else text
-    return part
+        if key not in KEYS:
+            mistakes.append(f"{where}: there is no {key}{did_you_mean(key, KEYS)}")
+        elif not isinstance(text, str):
+            mistakes.append(f"{where}: {key}: expected one value, got {text!r}")
+        else:
+            try:
+                values[key] = value_of(key, text)
+            except ValueError as error:
+                mistakes.append(f"{where}: {key}: {error}")
+    return values
 
 
 class Loader(yaml.BaseLoader):  # every value is a text: for YAML itself 6e-4 is no number
@@ -90,63 +185,35 @@ class Loader(yaml.BaseLoader):  # every value is a text: for YAML itself 6e-4 is
 
     def construct_mapping(self, node, deep=False):
         names = [name.value for name, _ in node.value]
-        if twice := [name for name in names if names.count(name) > 1]:
-            refuse(f"{options.config}: {twice[0]} is given twice")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        mistakes.extend(f"{options.config}: {name} is given twice" for name in twice)
         return super().construct_mapping(node, deep)
-
-
-def check(values, where):
-    """Refuse values that the schema does not allow: all of them, with what could be meant."""
-    reasons = []
-    for error in Draft202012Validator(SCHEMA).iter_errors(values):
-        given, allowed = error.instance, error.schema.get("enum", [])
-        if error.validator == "additionalProperties":
-            given, allowed = min(given.keys() - KEYS.keys(), default="when_cpu"), KEYS
-        near = get_close_matches(str(given).lower(), map(str, allowed), n=1)
-        place = ": ".join([str(where), *error.path])
-        reasons.append(f"{place}: {error.message}" + "".join(f"; did you mean {n}?" for n in near))
-    if reasons:
-        refuse("\n".join(reasons))
 
 
 if wrong := [pair for pair in options.set if "=" not in pair]:
     refuse(f"--set {wrong[0]}: expected KEY=VALUE, as in --set steps=20")
-overrides = typed(dict(pair.split("=", 1) for pair in options.set))
-try:
-    in_file = yaml.load(options.config.read_text(encoding="utf-8-sig"), Loader)
-except OSError as error:
-    files = " ".join(map(str, sorted(Path("configs").glob("*.yaml"))))
-    refuse(f"{options.config}: {error.strerror}; there are {files or 'none in configs/'}")
-except (yaml.YAMLError, ValueError) as error:
-    refuse(f"{options.config}: expected lines of `key: value`: {error}")
-for_cpu = in_file.pop("when_cpu", {}) if isinstance(in_file, dict) else None
-if not isinstance(for_cpu, dict):
-    refuse(f"{options.config}: expected lines of `key: value`, and under when_cpu, too")
-check(typed(in_file) | {"when_cpu": typed(for_cpu)}, options.config)
+overrides = values_of(dict(pair.split("=", 1) for pair in options.set), "--set")
+in_file, for_cpu = {}, WHEN_CPU
+if options.config:
+    try:
+        in_file = yaml.load(options.config.read_text(encoding="utf-8-sig"), Loader)
+        for_cpu = in_file.pop("when_cpu", {})
+        in_file, for_cpu = values_of(in_file, options.config), values_of(for_cpu, "when_cpu")
+    except OSError as error:
+        refuse(f"{options.config}: {error.strerror}")
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        refuse(f"{options.config}: expected lines of `key: value`, under when_cpu too: {error}")
+if mistakes:
+    refuse("\n".join(mistakes))
 changes = (for_cpu if kind == "cpu" else {}) | overrides
-config = in_file | changes
-HERE = {  # where this script has code for less than labutils
-    "weights": ["random"],
-    "precision": ["fp32", "tf32", "fp16", "bf16", "16bit"],
-    "optimizer": ["adamw"],
-    "optimizer_impl": ["fused"],
-    "optimizer_in_backward": [False],
-    "use_cache": [False],
-    "attention": ["auto"],
-    "compile": ["off", "default"],
-    "gradient_checkpointing": ["none", "block"],
-    "memory_limit_gib": [0],
-    "expandable_segments": [False],
-}
-for key, choices in HERE.items():
-    KEYS[key]["enum"] = choices
-check(config, "this script")
+config = Config(**in_file | changes)
+if not re.fullmatch(r"\w[\w.+=-]{0,59}", config.name):
+    refuse(f"name: expected letters, digits and . + - _ =, at most 60, got {config.name!r}")
 
-steps, warmup = config["steps"], config["lr_warmup_steps"]
+steps, warmup, seq_len = config.steps, config.lr_warmup_steps, config.seq_len
 if warmup > steps:
     refuse(f"lr_warmup_steps: {warmup} are more than the {steps} steps; 0 is no warm-up")
-seq_len, micro_batch_size = config["seq_len"], config["micro_batch_size"]
-tokens_per_step = config["tokens_per_step"]
+micro_batch_size, tokens_per_step = config.micro_batch_size, config.tokens_per_step
 grad_accum_steps, left_over = divmod(tokens_per_step, seq_len * micro_batch_size * world)
 if left_over:
     product = f"{seq_len} (seq_len) × {micro_batch_size} (micro_batch_size) × {world} (processes)"
@@ -155,7 +222,7 @@ if left_over:
     refuse(f"tokens_per_step {tokens_per_step} is no multiple of {product}{way_out}")
 targets_per_step = tokens_per_step // seq_len * (seq_len - 1)  # none is a first token
 
-precision = config["precision"]
+precision = config.precision
 is_old = kind == "cuda" and torch.cuda.get_device_capability() < (8, 0)  # no TF32; BF16 is slow
 if precision == "16bit":
     precision = "fp16" if is_old else "bf16"
@@ -166,242 +233,128 @@ amp_dtype = torch.float16 if precision == "fp16" else torch.bfloat16
 if precision == "tf32":  # matrix products round their float32 inputs to 10 bits of mantissa
     torch.backends.cuda.matmul.fp32_precision = "tf32"
 
-save_every = options.save_every
-if save_every < 0 or (options.resume and save_every == 0):
-    refuse("--save-every N needs an N of 1 or more, and --resume goes with it")
-folder = options.out or Path("runs") / config["name"]
-state_file = folder / "state.pt"
-if save_every:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        in_folder = {path.name for path in folder.iterdir()} - {"state.part"}
-    except OSError as error:
-        refuse(f"--out {folder}: {error.strerror}")
-    if in_folder and not options.resume:
-        refuse(f"{folder} has a run already; --resume continues it, --out names another folder")
-    if in_folder and not state_file.exists():
-        refuse(f"{folder} has no state to resume from, but other files; --out names another folder")
-
-# ---- The processes meet, each with a card of its own
-if kind == "cuda":
-    n_cards, n_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if n_here > n_cards:
-        refuse(f"{n_here} processes need a card each; torch sees {n_cards}")
-    torch.cuda.set_device(device)
-if world > 1:
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+# ---- The model, with the names that Hugging Face gives its parts
+n_layer, n_head, width, vocab_size = SHAPES[config.model]
+n_positions = max(seq_len, 1024)
+if config.weights == "pretrained" and (vocab_size != 50257 or config.pad_vocab or seq_len > 1024):
+    refuse("weights: pretrained are GPT-2's: no gpt2-nano, pad_vocab false, seq_len at most 1024")
+n_rows = math.ceil(vocab_size / 64) * 64 if config.pad_vocab else vocab_size  # of the logits
 
 
-# ---- The text: a file of your own, or what ships with Python
-def documents():
-    """Yield texts: Python's language reference and the source of its library, or pieces of the file
-    that end with a line, as far as they are needed; and beside each what ends it: [0], or [].
-    """
-    if config["corpus"] != "stdlib":
-        beside = Path() if "corpus" in overrides else options.config.parent
-        try:
-            with (beside / config["corpus"]).open(encoding="utf-8-sig") as file:
-                while piece := file.read(2**20) + file.readline(2**20):
-                    if "\0" in piece:
-                        refuse(f"corpus: {file.name} is not text (it has NUL characters)")
-                    yield piece, []
-            yield "", [0]
-        except (OSError, ValueError) as error:
-            refuse(f"corpus: {error}; name one UTF-8 text file")
-        return
-    yield "\n\n".join(topics[name] for name in sorted(topics)), [0]
-    library = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-    for path in sorted(library.rglob("*.py")):
-        if skipped.isdisjoint(path.relative_to(library).parts):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if len(text) > 1000:
-                yield text, [0]
+class Linear(nn.Module):
+    """x (…, n_in) → (…, n_out); unlike nn.Linear's its weight is (n_in, n_out), as OpenAI's."""
+
+    def __init__(self, n_in, n_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_in, n_out))
+        self.bias = nn.Parameter(torch.zeros(n_out))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
-say("training a tokenizer on the text")
-END = "<|endoftext|>"
-vocab_size = 2048 if config["model"] == "gpt2-nano" else 50257
-tokenizer = Tokenizer(models.BPE())
-tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-tokenizer.decoder = decoders.ByteLevel()
-trainer = trainers.BpeTrainer(
-    vocab_size=vocab_size,
-    special_tokens=[END],  # it gets the first number, 0
-    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    show_progress=False,
-)
-# a tokenizer learns from a word in a time that grows with its length squared: long ones are cut
-LONG_WORD = r"([^\W\d_]{1000}|\d{1000}|(?:[^\w\s]|_){1000}|\s{1000})"
-tokenizer.train_from_iterator(re.split(LONG_WORD, next(documents())[0]), trainer)
-# every tenth sequence is held out, so a run needs a ninth more than it trains on
-tokens_needed = steps * tokens_per_step * 10 // 9 + 10 * seq_len
-ids = []
-for text, end in documents():
-    ids += tokenizer.encode(text).ids + end
-    if len(ids) >= tokens_needed:
-        break
-if len(ids) < max(10, micro_batch_size * 10 / 9 + 1) * seq_len:
-    refuse(f"the text has {len(ids)} tokens: too few for {micro_batch_size} sequences of {seq_len}")
-sequences = torch.tensor(ids).unfold(0, seq_len, seq_len)  # (n, T)
-is_held_out = torch.arange(len(sequences)) % 10 == 9
-training, held_out = sequences[~is_held_out], sequences[is_held_out]
-order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
-held_out = held_out[order[:16]]
-
-
-def micro_batches():
-    """Yield token ids (B, T) for ever: each epoch in a new order, without the tail."""
-    generator = torch.Generator().manual_seed(config["seed"])
-    while True:
-        order = torch.randperm(len(training), generator=generator)
-        for start in range(0, len(order) - micro_batch_size + 1, micro_batch_size):
-            yield training[order[start : start + micro_batch_size]]
-
-
-# ---- The model
-def attend(module, q, k, v, mask, dropout=0.0, scaling=None, **_):
-    """Causal attention that never builds the mask (T, T): then torch can choose flash attention."""
-    is_causal = q.shape[2] > 1  # a single query, when text is written, may see every key
-    mixed = F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=is_causal, scale=scaling
-    )
-    return mixed.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("causal", attend)
-shapes = {
-    "gpt2-nano": {"n_layer": 4, "n_head": 4, "n_embd": 128},
-    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
-    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
-    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
-    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
-}
-shape = GPT2Config(
-    **shapes[config["model"]],
-    n_positions=max(seq_len, 1024),
-    vocab_size=math.ceil(vocab_size / 64) * 64 if config["pad_vocab"] else vocab_size,
-    activation_function=config["activation"].replace("gelu_tanh", "gelu_pytorch_tanh"),
-    attn_implementation="causal",
-    use_cache=False,
-    **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], config["dropout"]),
-    **dict.fromkeys(["bos_token_id", "eos_token_id"], 0),
-)
-torch.manual_seed(config["seed"])
-model = GPT2LMHeadModel(shape).to(device)
-if config["gradient_checkpointing"] == "block":  # keep a block's input, compute the rest again
-    for block in model.transformer.h:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-class Loss(torch.nn.Module):
-    """Next-token cross-entropy of ids (B, T), summed over B · (T - 1) targets."""
+class Attention(nn.Module):
+    """Each position reads itself and those before it; no mask (T, T) is built."""
 
     def __init__(self):
         super().__init__()
-        self.model = model
+        self.c_attn, self.c_proj = Linear(width, 3 * width), Linear(width, width)
 
-    def of_rows(self, hidden, targets):
+    def forward(self, x):  # (B, T, width)
+        heads = (*x.shape[:2], n_head, width // n_head)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
+        p = config.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return F.dropout(self.c_proj(mixed.transpose(1, 2).reshape(x.shape)), p)
+
+
+class MLP(nn.Module):
+    """Four times as wide inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_fc, self.c_proj = Linear(width, 4 * width), Linear(4 * width, width)
+
+    def forward(self, x):
+        x = self.c_fc(x)
+        if config.activation == "gelu_tanh":
+            x = F.gelu(x, approximate="tanh")
+        else:  # gelu_new, the same in many small kernels, each of which keeps what it reads
+            x = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3.0))))
+        return F.dropout(self.c_proj(x), config.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each of a normalized input, and added to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention()
+        self.ln_2, self.mlp = nn.LayerNorm(width), MLP()
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+def initialize(module):
+    """Draw weights as GPT-2's: those that write to the sum of all blocks are smaller."""
+    if isinstance(module, (Linear, nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    elif isinstance(module, (Attention, MLP)):
+        nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * n_layer))
+
+
+class GPT2(nn.Module):
+    """Ids (B, T) → the sum of the cross-entropy of B · (T - 1) next tokens."""
+
+    def __init__(self):
+        super().__init__()
+        parts = {"wte": nn.Embedding(n_rows, width), "wpe": nn.Embedding(n_positions, width)}
+        parts["h"] = nn.ModuleList(Block() for _ in range(n_layer))
+        self.transformer = nn.ModuleDict(parts | {"ln_f": nn.LayerNorm(width)})
+        self.transformer.apply(initialize)
+        self.lm_head = nn.Linear(width, n_rows, bias=False)
+        initialize(self.lm_head)  # labutils' model draws these numbers as well, for nothing
+        self.lm_head.weight = self.transformer.wte.weight  # tied
+
+    def hidden(self, ids):
+        """Return what the last norm makes of ids: (B, T, width)."""
+        part = self.transformer
+        x = part.wte(ids) + part.wpe(torch.arange(ids.shape[1], device=ids.device))
+        x = F.dropout(x, config.dropout, self.training)
+        for block in part.h:
+            if config.gradient_checkpointing == "block":  # keep its input, compute the rest again
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return part.ln_f(x)
+
+    def loss_of(self, hidden, targets):
         """Return the sum for rows of hidden states (rows, width)."""
-        logits = self.model.lm_head(hidden).float()  # (rows, vocabulary)
+        logits = self.lm_head(hidden).float()  # (rows, vocabulary)
         return F.cross_entropy(logits, targets, reduction="sum")
 
     def forward(self, ids):
         targets = F.pad(ids, (0, 1), value=-100)[:, 1:].flatten()  # (B·T,); -100: has no target
-        hidden = self.model.transformer(input_ids=ids).last_hidden_state.flatten(0, 1)
-        rows = config["loss_chunk_tokens"] or len(hidden)
+        hidden = self.hidden(ids).flatten(0, 1)
+        rows = config.loss_chunk_tokens or len(hidden)
         if rows >= len(hidden):
-            return self.of_rows(hidden, targets)
+            return self.loss_of(hidden, targets)
         loss = 0  # few rows of logits exist at once; backward computes them again
         for chunk in zip(hidden.split(rows), targets.split(rows), strict=True):
-            loss = loss + checkpoint(self.of_rows, *chunk, use_reentrant=False)
+            loss = loss + checkpoint(self.loss_of, *chunk, use_reentrant=False)
         return loss
 
 
-def add_up(_, bucket):
-    """Give every process the sum of the gradients in a bucket: DDP's own hook gives their mean."""
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
-
-
-loss_sum = Loss()
-training_loss = loss_sum if config["compile"] == "off" else torch.compile(loss_sum, dynamic=False)
-if world > 1:
-    training_loss = DistributedDataParallel(training_loss, gradient_as_bucket_view=True)
-    training_loss.register_comm_hook(None, add_up)
-if rank > 0:  # the weights are equal; dropout must not be
-    torch.manual_seed(config["seed"] + rank)
-
-# ---- The optimizer, and the scaler
-matrices = [p for p in model.parameters() if p.dim() >= 2]
-vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and layer norms: no decay
-decay = config["weight_decay"]
-groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, lr=config["learning_rate"], betas=(0.9, 0.95), fused=True)
-# FP16 has no numbers for the smallest gradients, so the loss is enlarged. Disabled, it does nothing
-scaling = {"init_scale": config["init_scale"], "growth_interval": config["growth_interval"]}
-scaler = torch.amp.GradScaler(kind, **scaling, enabled=precision == "fp16")
-
-# ---- The state on disk: what decides the steps to come
-series = torch.zeros(4, steps, device=device)
-losses, norms, scales, skips = series  # views of its rows
-parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-changes_nothing = {"name", "note", "corpus", "eval_every"}
-identity = {key: config[key] for key in config.keys() - changes_nothing}
-identity |= {"device": kind, "text": hashlib.sha256(sequences.numpy()).hexdigest()}
-
-
-def save(done):
-    """Write the state beside the last one, then rename it: whenever a run dies, one is whole."""
-    on_cuda = torch.cuda.get_rng_state() if kind == "cuda" else None
-    own = (torch.get_rng_state(), on_cuda)
-    random = [own] * world
-    if world > 1:
-        dist.all_gather_object(random, own)
-    if rank > 0:
-        return
-    state = {"identity": identity, "done": done, "series": series, "random": random}
-    state |= {name: part.state_dict() for name, part in parts.items()}
-    beside = folder / "state.part"
-    try:
-        torch.save(state, beside)
-        beside.replace(state_file)
-    except (OSError, RuntimeError) as error:  # a full disk, say: the state before it stays
-        beside.unlink(missing_ok=True)
-        say(f"step {done} NOT SAVED, the run goes on: {error}")
-
-
-def restore():
-    """Take up the last state, if there is one; return how many steps it has done."""
-    if not state_file.exists():
-        say(f"{folder} has no state: from the beginning")
-        return 0
-    try:  # weights_only: no code in a file runs
-        state = torch.load(state_file, map_location="cpu", weights_only=True)
-        before = state["identity"]
-    except Exception as error:  # of many kinds, if the file is damaged
-        refuse(f"{state_file} cannot be read; delete it to begin anew ({error})")
-    for key, value in identity.items():
-        if before.get(key) != value:
-            refuse(f"{folder} has a run whose {key} was {before.get(key)}, now it is {value}")
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
-    series.copy_(state["series"])
-    if rank < len(state["random"]):  # of more processes than before, the new keep their own
-        on_cpu, on_cuda = state["random"][rank]
-        torch.set_rng_state(on_cpu)
-        if kind == "cuda":
-            torch.cuda.set_rng_state(on_cuda)
-    return state["done"]
-
-
-# ---- Training
+# ---- A step of training
 def train_step(step):
     """Update the weights once, with the gradient of the mean loss over all targets of a step."""
-    rate = config["learning_rate"]
+    rate = config.learning_rate
     if step < warmup:
         rate = rate * (step + 1) / warmup
-    elif config["lr_schedule"] == "cosine":  # down to a tenth
+    elif config.lr_schedule == "cosine":  # down to a tenth
         progress = (step - warmup) / (steps - warmup)
         rate = rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
     for group in optimizer.param_groups:
@@ -416,8 +369,8 @@ def train_step(step):
             scaler.scale(loss).backward()  # adds to the gradients of earlier micro-batches
         losses[step] += loss.detach()
     scaler.unscale_(optimizer)  # what is clipped must be the true gradients
-    if config["max_grad_norm"]:
-        norms[step] = clip_grad_norm_([*matrices, *vectors], config["max_grad_norm"])
+    if config.max_grad_norm:
+        norms[step] = clip_grad_norm_([*matrices, *vectors], config.max_grad_norm)
     scaler.step(optimizer)  # skipped if a gradient is inf or NaN
     scaler.update()  # then the scale falls; after many good steps it rises
     skips[step] = scaler.scale(one) < scales[step]
@@ -426,6 +379,232 @@ def train_step(step):
         dist.all_reduce(losses[step])
 
 
+# ---- Are there as many cards as processes? Then they meet
+save_every = options.save_every
+if save_every < 0 or (options.resume and save_every == 0):
+    refuse("--save-every N needs an N of 1 or more, and --resume goes with it")
+folder = options.out or Path("runs") / config.name
+state_file = folder / "state.pt"
+if save_every:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        in_folder = {path.name for path in folder.iterdir()} - {"state.part"}
+    except OSError as error:
+        refuse(f"--out {folder}: {error.strerror}")
+    if in_folder and not options.resume:
+        refuse(f"{folder} has a run already; --resume continues it, --out names another folder")
+    if in_folder and not state_file.exists():
+        refuse(f"{folder} has no state to resume from, but other files; --out names another folder")
+state = None
+if options.resume and state_file.exists():
+    try:  # weights_only: no code in a file runs
+        state = torch.load(state_file, map_location="cpu", weights_only=True)
+        before = state["identity"]
+    except Exception as error:  # of many kinds, if the file is damaged
+        refuse(f"{state_file} cannot be read; delete it to begin anew ({error})")
+if kind == "cuda":
+    n_cards, n_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if n_here > n_cards:
+        refuse(f"{n_here} processes need a card each; torch sees {n_cards}")
+    torch.cuda.set_device(device)
+if world > 1:
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+
+
+# ---- GPT-2's own weights and tokenizer, if they are wanted
+pretrained = None
+if config.weights == "pretrained":
+    from huggingface_hub import snapshot_download
+
+    try:
+        hub = f"openai-community/{config.model}"
+        pretrained = Path(snapshot_download(hub, local_files_only=True))
+    except OSError as error:
+        refuse(f"weights: {hub} is not in the cache that HF_HOME names; use random ({error})")
+
+
+# ---- The text: a file of your own, or what ships with Python
+def documents():
+    """Yield texts: Python's language reference and the source of its library, or pieces of the file
+    that end with a line, as far as they are needed; and beside each what ends it, or nothing.
+    """
+    if config.corpus != "stdlib":
+        is_of_file = options.config and "corpus" not in overrides
+        beside = options.config.parent if is_of_file else Path()
+        try:
+            with (beside / config.corpus).open(encoding="utf-8-sig") as file:
+                while piece := file.read(2**20) + file.readline(2**20):
+                    if "\0" in piece:
+                        refuse(f"corpus: {file.name} is not text (it has NUL characters)")
+                    yield piece, ""
+            yield "", END
+        except (OSError, ValueError) as error:
+            refuse(f"corpus: {error}; name one UTF-8 text file")
+        return
+    yield "\n\n".join(topics[name] for name in sorted(topics)), END
+    library = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
+    for path in sorted(library.rglob("*.py")):
+        if skipped.isdisjoint(path.relative_to(library).parts):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if len(text) > 1000:
+                yield text, END
+
+
+END = "<|endoftext|>"
+# a tokenizer learns from a word in a time that grows with its length squared: long ones are cut
+LONG_WORD = r"([^\W\d_]{1000}|\d{1000}|(?:[^\w\s]|_){1000}|\s{1000})"
+
+
+def trained_tokenizer():
+    """Return byte pairs of the text's first piece."""
+    say("training a tokenizer on the text")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],  # it gets the first number, 0
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(re.split(LONG_WORD, next(documents())[0]), trainer)
+    return tokenizer
+
+
+tokenizer = (
+    Tokenizer.from_file(str(pretrained / "tokenizer.json")) if pretrained else trained_tokenizer()
+)
+# every tenth sequence is held out, so a run needs a ninth more than it trains on
+tokens_needed = steps * tokens_per_step * 10 // 9 + 10 * seq_len
+if state:  # a longer run reads the same text again
+    tokens_needed = state.get("tokens_needed", tokens_needed)
+ids = []
+for text, end in documents():
+    ids += tokenizer.encode(text).ids + tokenizer.encode(end).ids
+    if len(ids) >= tokens_needed:
+        break
+if len(ids) < max(10, micro_batch_size * 10 / 9 + 1) * seq_len:
+    refuse(f"the text has {len(ids)} tokens: too few for {micro_batch_size} sequences of {seq_len}")
+sequences = torch.tensor(ids).unfold(0, seq_len, seq_len)  # (n, T)
+is_held_out = torch.arange(len(sequences)) % 10 == 9
+training, held_out = sequences[~is_held_out], sequences[is_held_out]
+order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
+held_out = held_out[order[:16]]
+
+
+def micro_batches():
+    """Yield token ids (B, T) for ever: each epoch in a new order, without the tail."""
+    generator = torch.Generator().manual_seed(config.seed)
+    while True:
+        order = torch.randperm(len(training), generator=generator)
+        for start in range(0, len(order) - micro_batch_size + 1, micro_batch_size):
+            yield training[order[start : start + micro_batch_size]]
+
+
+# ---- The weights, the optimizer, and the scaler
+def own_weights():
+    """Return GPT-2's own weights by our names: the file has no prefix, and tied ones once."""
+    from safetensors.torch import load_file
+
+    read = load_file(pretrained / "model.safetensors")
+    read = {name.removeprefix("transformer."): tensor for name, tensor in read.items()}
+    names = {name: name.removeprefix("transformer.") for name in model.state_dict()}
+    return {name: read[own.replace("lm_head", "wte")] for name, own in names.items()}
+
+
+torch.manual_seed(config.seed)
+model = GPT2()
+if pretrained:
+    model.load_state_dict(own_weights())
+model = model.to(device)
+training_loss = model if config.compile == "off" else torch.compile(model, dynamic=False)
+
+
+def add_up(_, bucket):
+    """Give every process the sum of the gradients in a bucket: DDP's own hook gives their mean."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+if world > 1:
+    training_loss = DistributedDataParallel(training_loss, gradient_as_bucket_view=True)
+    training_loss.register_comm_hook(None, add_up)
+if rank > 0:  # the weights are equal; dropout must not be
+    torch.manual_seed(config.seed + rank)
+
+matrices = [p for p in model.parameters() if p.dim() >= 2]
+vectors = [p for p in model.parameters() if p.dim() < 2]  # biases and layer norms: no decay
+decay = config.weight_decay
+groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+# FP16 has no numbers for the smallest gradients, so the loss is enlarged. Disabled, it does nothing
+scaler = torch.amp.GradScaler(
+    kind,
+    init_scale=config.init_scale,
+    growth_interval=config.growth_interval,
+    enabled=precision == "fp16",
+)
+
+# ---- The state on disk: what decides the steps to come
+series = torch.zeros(4, steps, device=device)
+losses, norms, scales, skips = series  # views of its rows
+parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+identity = asdict(config) | {"device": kind, "processes": world}
+identity["text"] = hashlib.sha256(sequences.numpy()).hexdigest()
+changes_nothing = {"name", "note", "corpus", "eval_every"}
+# of a run that goes on; what these change is said
+may_change = {
+    "steps": "the rate's schedule, unless it is constant; the text is read as far as at first",
+    "micro_batch_size": "the order of sums, and of sequences after an epoch",
+    "processes": "the order of sums, and dropout",
+}
+
+
+def save(done):
+    """Write the state beside the last one, then rename it: whenever a run dies, one is whole."""
+    on_cuda = torch.cuda.get_rng_state() if kind == "cuda" else None
+    own = (torch.get_rng_state(), on_cuda)
+    random = [own] * world
+    if world > 1:
+        dist.all_gather_object(random, own)
+    if rank > 0:
+        return
+    state = {"identity": identity, "done": done, "series": series, "random": random}
+    state["tokens_needed"] = tokens_needed
+    state |= {name: part.state_dict() for name, part in parts.items()}
+    beside = folder / "state.part"
+    try:
+        torch.save(state, beside)
+        beside.replace(state_file)
+    except (OSError, RuntimeError) as error:  # a full disk, say: the state before it stays
+        beside.unlink(missing_ok=True)
+        say(f"step {done} NOT SAVED, the run goes on: {error}")
+
+
+def restore():
+    """Take up the last state; return how many steps it has done."""
+    for key in identity.keys() - changes_nothing:
+        was, now = before.get(key), identity[key]
+        if was != now and key not in may_change:
+            refuse(f"{folder} has a run whose {key} was {was}, now it is {now}")
+        if was != now:
+            say(f"{key} was {was}, now it is {now}: this changes {may_change[key]}")
+    done = state["done"]
+    if done > steps:
+        refuse(f"{folder} has a run of {done} steps already, more than {steps}")
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    series[:, :done] = state["series"][:, :done]
+    if rank < len(state["random"]):  # of more processes than before, the new keep their own
+        on_cpu, on_cuda = state["random"][rank]
+        torch.set_rng_state(on_cpu)
+        if kind == "cuda":
+            torch.cuda.set_rng_state(on_cuda)
+    return done
+
+
+# ---- What is told
 @torch.no_grad()
 def held_out_loss():
     """Return the mean loss per target on held-out text, without dropout."""
@@ -433,7 +612,7 @@ def held_out_loss():
     total = torch.zeros((), dtype=torch.float64, device=device)
     for ids in held_out.split(micro_batch_size)[rank::world]:
         with torch.autocast(kind, dtype=amp_dtype, enabled=uses_amp):
-            total += loss_sum(ids.to(device))
+            total += model(ids.to(device))
     model.train()
     if world > 1:
         dist.all_reduce(total)
@@ -444,7 +623,7 @@ def report(step, ms):
     """Return what a step gave, and what the steps since the last report cost."""
     rate = optimizer.param_groups[0]["lr"]
     line = f"step {step + 1}/{steps}: loss {losses[step]:.4f}, rate {rate:.1e}"
-    if config["max_grad_norm"]:
+    if config.max_grad_norm:
         line += f", norm {norms[step]:.2f}"
     if scaler.is_enabled():
         line += f", scale {scales[step]:g} ({skips.sum():g} skipped)"
@@ -454,18 +633,23 @@ def report(step, ms):
         line += f", {tflops / options.peak_tflops:.1%} of the peak"
     if kind == "cuda":
         return f"{line}, peak {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"
-    return f"{line}, process {psutil.Process().memory_info().rss / 2**20:,.0f} MiB"
+    if resource:  # it counts KiB, but on a Mac bytes
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        line += f", process {peak / (2**20 if sys.platform == 'darwin' else 2**10):,.0f} MiB"
+    return line
 
 
 one = torch.ones((), device=device)
 n_params = sum(p.numel() for p in model.parameters())
 flops_per_token = 6 * (n_params - model.transformer.wpe.weight.numel())  # PaLM, appendix B
-flops_per_token += 12 * shape.n_layer * shape.n_embd * seq_len
-reported = first = restore() if options.resume else 0
+flops_per_token += 12 * n_layer * width * seq_len
+reported = first = restore() if state else 0
+if options.resume and not state:
+    say(f"{folder} has no state: from the beginning")
 card = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
 n_tokens = training.numel()
 epochs = steps * tokens_per_step / n_tokens
-say(f"{config['model']}, {n_params:,} parameters, {precision}, on {world} × {card}")
+say(f"{config.model}, {n_params:,} parameters, {precision}, on {world} × {card}")
 say(f"a step: {world} × {grad_accum_steps} × {micro_batch_size} sequences of {seq_len} tokens")
 say(f"text: {n_tokens:,} tokens, read {epochs:.2f} times; {len(held_out)} sequences are held out")
 if changes:
@@ -479,7 +663,7 @@ start = time.perf_counter()
 for step in range(first, steps):
     train_step(step)
     n = step + 1
-    evaluates = config["eval_every"] and n % config["eval_every"] == 0 and n < steps
+    evaluates = config.eval_every and n % config.eval_every == 0 and n < steps
     saves = save_every and (n % save_every == 0 or n == steps)
     if not (n % 10 == 0 or n in (first + 1, steps) or evaluates or saves):
         continue  # what is printed is read from the device, and the host waits for that
@@ -499,24 +683,49 @@ for step in range(first, steps):
 say(f"held-out loss {held_out_loss():.4f}")
 if world > 1:
     del training_loss  # DDP holds the group, whose threads must end before Python does
+    gc.collect()  # it is part of circles
     dist.destroy_process_group()
 if rank > 0:
     raise SystemExit
-# while it trained, nobody would have read what is cached
-model.config.use_cache = model.generation_config.use_cache = True
 if save_every:
-    beside, place = folder / "model.part", folder / "model"
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
-    model.save_pretrained(beside)
-    as_fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
-    as_fast.save_pretrained(beside)
+    beside, place = folder / "model.part", folder / "model"
+    end = tokenizer.token_to_id(END)
+    left = GPT2LMHeadModel(
+        GPT2Config(
+            **{"n_layer": n_layer, "n_head": n_head, "n_embd": width, "vocab_size": n_rows},
+            n_positions=seq_len,  # others were never trained
+            activation_function=config.activation.replace("gelu_tanh", "gelu_pytorch_tanh"),
+            **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], config.dropout),
+            **dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], end),
+        )
+    )
+    weights = model.state_dict()
+    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:seq_len]
+    left.load_state_dict(weights)
+    left.save_pretrained(beside)
+    special = dict.fromkeys(["bos_token", "eos_token", "pad_token"], END)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(beside)
     shutil.rmtree(place, ignore_errors=True)
     beside.rename(place)
     say(f"GPT2LMHeadModel and AutoTokenizer: .from_pretrained({str(place)!r})")
+
+
+@torch.no_grad()
+def written(ids, n):
+    """Return ids (1, T) and n more, each drawn by the probabilities that the model gives it."""
+    model.eval()
+    for _ in range(n):
+        logits = model.lm_head(model.hidden(ids[:, -seq_len:])[:, -1])
+        words = logits[:, : tokenizer.get_vocab_size()]  # the others are padding
+        ids = torch.cat([ids, torch.multinomial(words.softmax(-1), 1)], dim=1)
+    return ids
+
+
 prompt = held_out[:1, :16].to(device)
-without_text = list(range(tokenizer.get_vocab_size(), shape.vocab_size)) or None  # padding
-choice = {"do_sample": True, "suppress_tokens": without_text, "pad_token_id": 0}
-choice |= {"max_new_tokens": 100, "attention_mask": torch.ones_like(prompt)}
-text = model.eval().generate(prompt, **choice)
-say(f"it reads: {tokenizer.decode(prompt[0].tolist())}")
-say(f"it writes: {tokenizer.decode(text[0, prompt.shape[1] :].tolist())}")
+text = written(prompt, 100)[0].tolist()
+say(f"it reads: {tokenizer.decode(text[:16])}")
+say(f"it writes: {tokenizer.decode(text[16:])}")
