@@ -24,6 +24,7 @@ import signal
 import sys
 import sysconfig
 import time
+import zipfile
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -153,7 +154,7 @@ def value_of(key, text):
             if low <= number <= high and number == first(number):
                 return first(number)
         a_number = "a whole number" if first is int else "a number"
-        raise ValueError(f"expected {a_number} from {low:g} to {high:g}, got {text!r}")
+        raise ValueError(f"expected {a_number} from {low:.10g} to {high:.10g}, got {text!r}")
     if first is str:
         return text
     value = SWITCH.get(text.lower(), text) if isinstance(first, bool) else text
@@ -196,13 +197,15 @@ overrides = values_of(dict(pair.split("=", 1) for pair in options.set), "--set")
 in_file, for_cpu = {}, WHEN_CPU
 if options.config:
     try:
-        in_file = yaml.load(options.config.read_text(encoding="utf-8-sig"), Loader)
-        for_cpu = in_file.pop("when_cpu", {})
-        in_file, for_cpu = values_of(in_file, options.config), values_of(for_cpu, "when_cpu")
+        in_file = yaml.load(options.config.read_text(encoding="utf-8-sig"), Loader) or {}
     except OSError as error:
         refuse(f"{options.config}: {error.strerror}")
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
-        refuse(f"{options.config}: expected lines of `key: value`, under when_cpu too: {error}")
+    except (yaml.YAMLError, ValueError) as error:
+        refuse(f"{options.config}: expected lines of `key: value`: {error}")
+    for_cpu = in_file.pop("when_cpu", "") or {} if isinstance(in_file, dict) else ""
+    if not isinstance(for_cpu, dict):
+        refuse(f"{options.config}: expected lines of `key: value`, under when_cpu too")
+    in_file, for_cpu = values_of(in_file, options.config), values_of(for_cpu, "when_cpu")
 if mistakes:
     refuse("\n".join(mistakes))
 changes = (for_cpu if kind == "cpu" else {}) | overrides
@@ -398,8 +401,10 @@ if save_every:
 state = None
 if options.resume and state_file.exists():
     try:  # weights_only: no code in a file runs
+        if damaged := zipfile.ZipFile(state_file).testzip():
+            raise ValueError(f"{damaged} is damaged")
         state = torch.load(state_file, map_location="cpu", weights_only=True)
-        before = state["identity"]
+        before, _, _ = state["identity"], state["series"], state["random"]
     except Exception as error:  # of many kinds, if the file is damaged
         refuse(f"{state_file} cannot be read; delete it to begin anew ({error})")
 if kind == "cuda":
@@ -584,15 +589,15 @@ def save(done):
 
 def restore():
     """Take up the last state; return how many steps it has done."""
-    for key in identity.keys() - changes_nothing:
-        was, now = before.get(key), identity[key]
-        if was != now and key not in may_change:
-            refuse(f"{folder} has a run whose {key} was {was}, now it is {now}")
-        if was != now:
-            say(f"{key} was {was}, now it is {now}: this changes {may_change[key]}")
+    changed = {key: before.get(key) for key in identity if before.get(key) != identity[key]}
+    for key in changed.keys() - changes_nothing - may_change.keys():
+        refuse(f"{folder} has a run whose {key} was {changed[key]}, now it is {identity[key]}")
     done = state["done"]
     if done > steps:
         refuse(f"{folder} has a run of {done} steps already, more than {steps}")
+    for key in changed.keys() & may_change.keys():
+        now = identity[key]
+        say(f"{key} was {changed[key]}, now it is {now}: this changes {may_change[key]}")
     for name, part in parts.items():
         part.load_state_dict(state[name])
     series[:, :done] = state["series"][:, :done]
@@ -639,6 +644,13 @@ def report(step, ms):
     return line
 
 
+def require_sound(n):
+    """Refuse weights, or five losses up to step n, that are no numbers: nothing of them is kept."""
+    is_sound = get_total_norm([*matrices, *vectors]).isfinite()
+    if not (is_sound and losses[max(0, n - 5) : n].isfinite().any()):
+        refuse("weights or losses are inf or NaN; try a lower learning_rate, or a longer warm-up")
+
+
 one = torch.ones((), device=device)
 n_params = sum(p.numel() for p in model.parameters())
 flops_per_token = 6 * (n_params - model.transformer.wpe.weight.numel())  # PaLM, appendix B
@@ -653,7 +665,8 @@ say(f"{config.model}, {n_params:,} parameters, {precision}, on {world} × {card}
 say(f"a step: {world} × {grad_accum_steps} × {micro_batch_size} sequences of {seq_len} tokens")
 say(f"text: {n_tokens:,} tokens, read {epochs:.2f} times; {len(held_out)} sequences are held out")
 if changes:
-    say(f"not as the file begins: {', '.join(f'{key}={changes[key]}' for key in changes)}")
+    told = ", ".join(f"{key}={value}" for key, value in changes.items())
+    say(f"not as {'the file' if options.config else 'Config'} begins: {told}")
 say(f"kept in {folder}" if save_every else "nothing is kept without --save-every")
 if first:
     say(f"continues after step {first}")
@@ -670,9 +683,7 @@ for step in range(first, steps):
     if kind == "cuda":
         torch.cuda.synchronize()
     say(report(step, 1000 * (time.perf_counter() - start) / (n - reported)))
-    is_sound = get_total_norm([*matrices, *vectors]).isfinite()
-    if not (is_sound and losses[max(0, n - 5) : n].isfinite().any()):
-        refuse("weights or losses are inf or NaN; try a lower learning_rate, or a longer warm-up")
+    require_sound(n)
     if evaluates:
         say(f"step {n}: held-out loss {held_out_loss():.4f}")
     if saves:
@@ -680,6 +691,7 @@ for step in range(first, steps):
     reported, start = n, time.perf_counter()
 
 # ---- What came of it
+require_sound(steps)  # of a state that is resumed at its end, too
 say(f"held-out loss {held_out_loss():.4f}")
 if world > 1:
     del training_loss  # DDP holds the group, whose threads must end before Python does
@@ -708,7 +720,10 @@ if save_every:
     left.load_state_dict(weights)
     left.save_pretrained(beside)
     special = dict.fromkeys(["bos_token", "eos_token", "pad_token"], END)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(beside)
+    as_fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=seq_len, **special
+    )
+    as_fast.save_pretrained(beside)
     shutil.rmtree(place, ignore_errors=True)
     beside.rename(place)
     say(f"GPT2LMHeadModel and AutoTokenizer: .from_pretrained({str(place)!r})")

@@ -226,7 +226,7 @@ def predict(
 
     experiment = load_config(config, **parse_overrides(pairs))
     place = _card(experiment, device, card, "a100")
-    from labutils.memory.ledger import readable_size
+    from labutils.memory.ledger import at_least, readable_size
     from labutils.prediction.memory import needed_gib
     from labutils.prediction.search import fit, unchanged
     from labutils.prediction.time import predict_time
@@ -251,7 +251,8 @@ def predict(
     if fits is False:
         print("looking for changes that fit …", file=sys.stderr)
     plan = fit(experiment, budget, place) if fits is False and budget is not None else None
-    notes = [_as_eager(asked.config), _sixteen_bits(plan or asked) if time else MEASURED_HERE]
+    last = plan or asked
+    notes = [_as_eager(asked.config), _sixteen_bits(last, budget) if time else MEASURED_HERE]
     note = ". ".join(filter(None, notes))
     if as_json:
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
@@ -267,14 +268,15 @@ def predict(
             facts["fit"] |= {"step_ms": plan.step_ms, "time_cost": times - 1}
         print(json.dumps(facts, indent=1))
     elif plan:
-        first = f"No change makes it fit; with all of them it needs {plan.needed_gib:.2f} GiB:"
+        least = at_least(plan.needed_gib * 2**30)
+        first = f"No change makes it fit; with all of them it needs {least} GiB:"
         if plan.fits(budget):
             details = [_spare(plan.needed_gib, budget)]
             if time:
                 as_long = f"{plan.step_ms / time.step_ms:.2f} times as long"
                 details.append(f"a step then takes {plan.step_ms:.0f} ms, {as_long}, as predicted")
             why = "; ".join(filter(None, details))
-            first = f"It fits in {plan.needed_gib:.2f} GiB{why and f' ({why})'} if you change:"
+            first = f"It fits in {least} GiB{why and f' ({why})'} if you change:"
         costs = [f"{key}={plan.changes[key]}: {cost}" for key, cost in plan.costs.items()]
         costs += (
             [f"that is: --set {plan.name}"] if costs else ["none of our changes saves anything"]
@@ -319,6 +321,7 @@ def advise(
         experiment, memory = config_of(record.config, record.name), record.memory
     own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
     place = _card(experiment, device, card, own_device)
+    from labutils.memory.ledger import at_least
     from labutils.prediction.search import advise as advise_on
 
     table, on_place = advise_on(experiment, place), experiment.on("cuda" if place.gpu else "cpu")
@@ -334,12 +337,13 @@ def advise(
     step = f"{facts['step_ms']:.1f} ms a step, " if place.gpu else ""
     print(
         f"{experiment.name} on {place.name}: a peak of {facts['peak_bytes'] / 2**20:,.0f} MiB, "
-        f"{step}needs {facts['needed_gib']:.2f} GiB, predicted"
+        f"{step}needs {at_least(facts['needed_gib'] * 2**30)} GiB, predicted"
     )
     if budget is not None:
         answers = table.pop("fits").map({True: "yes", False: "no", None: "maybe"})
         table[f"fits {budget:g} GiB"] = answers.where(table["needs GiB"].notna())
-    table = table.round({"saves MiB": 1, "adds ms": 1, "needs GiB": 2})
+    table = table.round({"saves MiB": 1, "adds ms": 1})
+    table["needs GiB"] = table["needs GiB"].map(lambda n: at_least(n * 2**30), na_action="ignore")
     _print_table(table.astype(object).fillna("–"))
     if note := _as_eager(on_place):
         print(note)
@@ -414,24 +418,27 @@ def _spare(needed_gib: float, budget_gib: float | None) -> str:
     return f"{spare:.1f} GiB to spare" + (": a desktop may take more" if spare < 1 else "")
 
 
-def _sixteen_bits(plan: Plan) -> str:
+def _sixteen_bits(plan: Plan, budget_gib: float | None) -> str:
     """Return in words what 16 bits would do that are faster on the card, or that these are slow."""
     from labutils.config.card import PrecisionUnsupported
     from labutils.config.choices import PRECISIONS, WITH_BF16, WITHOUT_BF16
     from labutils.config.schema import ConfigError
+    from labutils.memory.ledger import at_least
 
     precision, card = PRECISIONS[plan.config.precision], plan.card
     support, other = card.support(precision.name), WITH_BF16 if card.has_bf16 else WITHOUT_BF16
     notes = [f"{precision.name} is slow on {card.name}: {support.reason}"] * support.slow
     is_fastest = precision is other or (precision.is_16bit and not support.slow)
-    if not is_fastest and not card.support(other.name).slow:
+    has_room = not plan.changes or budget_gib is None or plan.fits(budget_gib)
+    if has_room and not is_fastest and not card.support(other.name).slow:
         with suppress(ConfigError, PrecisionUnsupported):  # it may ask for what 16 bits cannot do
             instead = plan.changed({"precision": other.name}, "")
-            times = plan.step_ms / instead.step_ms
+            times, needed = plan.step_ms / instead.step_ms, instead.needed_gib
+            is_too_much = bool(plan.changes) and budget_gib is not None and needed > budget_gib
             notes.append(
                 f"With precision={other.name}{' as well' * bool(plan.changes)} a step would take "
                 f"{instead.step_ms:.1f} ms, {times:.1f} times as fast, and a card needs "
-                f"{instead.needed_gib:.2f} GiB (predicted)"
+                f"{at_least(needed * 2**30)} GiB{', too much' * is_too_much} (predicted)"
             )
     return ". ".join(notes)
 

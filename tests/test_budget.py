@@ -17,14 +17,14 @@ from tests.helpers import REPO
 DESK = {"session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"}
 CODE_LINES = {
     "kit": 3_978,  # of labutils, what is in no other storey
-    "engine": 1_900,  # labutils/prediction
-    "desk": 1_956,  # of labutils, DESK
-    "tests": 7_312,
+    "engine": 1_902,  # labutils/prediction
+    "desk": 1_963,  # of labutils, DESK
+    "tests": 7_357,
     "benchmarks": 2_216,
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
 PAGE_LINES = 3_935  # HTML, JavaScript, CSS and templates in labutils/
-WORDS = 3_775  # README, INSTRUCTORS and the package's README
+WORDS = 3_780  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 98,
     "02-Gradient_Accumulation": 94,

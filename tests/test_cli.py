@@ -15,6 +15,7 @@ import torch
 from labutils import cli
 from labutils.cli import main
 from labutils.config.card import CARDS
+from labutils.memory.ledger import at_least
 from labutils.pages import core_notebooks
 from labutils.training.record import RunRecord, load_record
 from tests.helpers import REPO, TINY
@@ -202,9 +203,24 @@ def test_a_question_in_fp32_ends_with_what_16_bits_would_do(capsys, card, precis
     times = plain["step_ms"] / fast["step_ms"]
     assert plain["note"].startswith(f"With precision={precision} a step would take")
     assert f" {fast['step_ms']:.1f} ms, {times:.1f} times as fast" in plain["note"]
-    assert f"needs {fast['needed_gib']:.2f} GiB (predicted)" in plain["note"]
+    assert f"needs {at_least(fast['needed_bytes'])} GiB (predicted)" in plain["note"]
     assert not fast["note"] and main(["predict", "fp32", "--device", card, *shape]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == plain["note"]
+
+
+def test_16_bits_are_no_advice_where_they_do_not_fit(capsys):
+    question = ["predict", "fp32", "--device=a100"]
+    assert main([*question, "--gpu-memory-gib=3"]) == 0
+    printed = capsys.readouterr().out
+    needed = re.search(r"as well a step .* needs ([\d.]+) GiB, too much \(predicted\)", printed)[1]
+    line = re.search(r"that is: --set (.*)", printed)[1]
+    pairs = ["--set", *line.split(), "precision=bf16"]
+    assert main([*question, *pairs, "--gpu-memory-gib=3"]) == 0
+    printed = capsys.readouterr().out
+    assert "does NOT fit 3.0 GiB" in printed and f"a card needs {needed} GiB" in printed
+    assert main([*question, "--gpu-memory-gib=0.6"]) == 0
+    printed = capsys.readouterr().out
+    assert "No change makes it fit" in printed and "as well" not in printed
 
 
 def test_the_cards_are_listed_by_memory(capsys):

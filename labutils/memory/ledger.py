@@ -65,7 +65,7 @@ class MemoryLedger(BaseModel):
                 needed += f", or {at_least(self.needed_expandable_bytes)} with them"
             lines += [
                 f"torch's allocator reserves {plain} in three steps, {grown} with expandable",
-                f"segments; a card needs {needed} ({CONTEXT_GIB} for CUDA assumed)",
+                f"segments; a card needs {needed} ({CONTEXT_GIB} for CUDA and 2 % assumed)",
             ]
         return "\n".join(lines)
 

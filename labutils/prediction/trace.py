@@ -410,6 +410,8 @@ def traced_module(
     Tensors that model or loss hold beside parameters and buffers are counted with these. Raises
     ValueError, with the line, where a step depends on its data.
     """
+    if not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
+        raise ValueError(f"grad_accum_steps: expected 1 or more, got {grad_accum_steps!r}")
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             "give what makes the optimizer from parameters, as torch.optim."

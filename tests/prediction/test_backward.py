@@ -187,6 +187,14 @@ def test_bytes_and_times_take_the_same_arguments():
         lab.predict_module(*step, **where, **loop, grad_accum_steps=4)
 
 
+@pytest.mark.parametrize("n", [0, -1, 2.5])
+def test_a_step_has_a_whole_number_of_micro_batches(n):
+    step = Classifier(), IDS, cross_entropy, torch.optim.AdamW
+    for predict in (lab.predict_module, lab.predict_module_time):
+        with pytest.raises(ValueError, match="grad_accum_steps: expected 1 or more"):
+            predict(*step, grad_accum_steps=n)
+
+
 @slow
 def test_flex_attention_is_named_with_what_to_take_for_it():
     from torch.nn.attention.flex_attention import flex_attention
