@@ -212,6 +212,10 @@ class _Renderer(IPythonRenderer):
     def inline_math(self, body: str) -> str:
         return convert(body)
 
+    def block_html(self, html: str) -> str:
+        # nbconvert's would close an answer's <details> before the answer
+        return super().block_html(html) if "<img" in html else html
+
     def paragraph(self, text: str) -> str:
         label = re.match(r"<strong>(What you now know|Try it)", text)
         kind = (

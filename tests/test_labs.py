@@ -125,6 +125,12 @@ def test_what_follows_a_cell_that_fails_is_executed_if_asked_for(
     assert ("failed: cells 0 of fails.ipynb" in capsys.readouterr().err) == keep_going
 
 
+def test_an_answer_is_folded_on_a_page():
+    text = "Why?\n\n<details><summary>Answer</summary>\n\nThus.\n\n</details>\n\nGo on."
+    page = pages.page(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]))
+    assert re.search(r"<details><summary>Answer</summary>\s*<p>Thus\.</p>\s*</details>", page)
+
+
 def test_a_progress_bar_is_kept_as_it_ended(runs, tmp_path):
     path = tmp_path / "bar.ipynb"
     source = "import sys\nfor n in (0, 50, 100): print(f'\\r{n} %', end='', flush=True)\nprint()"
