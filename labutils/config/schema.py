@@ -345,6 +345,7 @@ def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 def _expected(field: FieldInfo, detail: Mapping[str, Any]) -> str:
     """Return what pydantic has expected of a value, and what it got."""
     text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+    text = re.sub(r"\d{11,}", lambda digits: f"{float(digits[0]):.3g}", text)
     hint = ""
     if detail["type"] == "string_pattern_mismatch":
         text = f"expected {field.description}"

@@ -69,6 +69,7 @@ MISTAKES = [
     ("learning_rate: 6e-4", "learning_rate: .inf", "`learning_rate`: expected"),
     ("corpus: stdlib", "corpus: nowhere.txt", "no such text file: 'nowhere.txt'"),
     ("corpus: stdlib", "corpus: ..", "no such text file: '..'"),
+    ("init_scale: 65536.0", "init_scale: 1e30", "less than or equal to 1.15e+18, got '1e30'"),
     ("  seq_len: 128", "  when_cpu: {steps: 3}", "`when_cpu` stands inside `when_cpu`"),
     ("tokens_per_step: 4096", f"tokens_per_step: {10**9}", "; use a smaller micro_batch_size"),
     ("when_cpu:", "when_gpu:", "unknown key `when_gpu`. Did you mean `when_cpu`?"),
