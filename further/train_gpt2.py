@@ -76,8 +76,10 @@ def refuse(reason):
         time.sleep(1)  # torchrun stops the others as soon as one has ended
         sys.exit(2)
     print(f"{parser.prog}: {reason}", file=sys.stderr, flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun would print 20 lines beneath this one
-        os.kill(os.getppid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one
+    launcher = Path(f"/proc/{os.getppid()}/cmdline")  # on Linux
+    words = launcher.read_bytes() if world > 1 and launcher.exists() else b""
+    if re.search(b"torchrun|torch.distributed", words):  # it would print 20 lines beneath this one
+        os.kill(os.getppid(), signal.SIGKILL)
     sys.exit(2)
 
 
@@ -382,7 +384,7 @@ def train_step(step):
         dist.all_reduce(losses[step])
 
 
-# ---- Are there as many cards as processes? Then they meet
+# ---- The folder, and the state that is in it; then the processes meet
 save_every = options.save_every
 if save_every < 0 or (options.resume and save_every == 0):
     refuse("--save-every N needs an N of 1 or more, and --resume goes with it")
@@ -424,6 +426,8 @@ if config.weights == "pretrained":
     try:
         hub = f"openai-community/{config.model}"
         pretrained = Path(snapshot_download(hub, local_files_only=True))
+        for name in ("model.safetensors", "tokenizer.json"):
+            (pretrained / name).stat()  # a cache may have a part of them
     except OSError as error:
         refuse(f"weights: {hub} is not in the cache that HF_HOME names; use random ({error})")
 
@@ -513,9 +517,9 @@ def own_weights():
     from safetensors.torch import load_file
 
     read = load_file(pretrained / "model.safetensors")
-    read = {name.removeprefix("transformer."): tensor for name, tensor in read.items()}
-    names = {name: name.removeprefix("transformer.") for name in model.state_dict()}
-    return {name: read[own.replace("lm_head", "wte")] for name, own in names.items()}
+    read = {f"transformer.{name.removeprefix('transformer.')}": read[name] for name in read}
+    read["lm_head.weight"] = read["transformer.wte.weight"]
+    return {name: read[name] for name in model.state_dict()}  # not its masks
 
 
 torch.manual_seed(config.seed)
@@ -544,12 +548,8 @@ decay = config.weight_decay
 groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 # FP16 has no numbers for the smallest gradients, so the loss is enlarged. Disabled, it does nothing
-scaler = torch.amp.GradScaler(
-    kind,
-    init_scale=config.init_scale,
-    growth_interval=config.growth_interval,
-    enabled=precision == "fp16",
-)
+scaling = {"init_scale": config.init_scale, "growth_interval": config.growth_interval}
+scaler = torch.amp.GradScaler(kind, **scaling, enabled=precision == "fp16")
 
 # ---- The state on disk: what decides the steps to come
 series = torch.zeros(4, steps, device=device)
@@ -658,6 +658,7 @@ flops_per_token += 12 * n_layer * width * seq_len
 reported = first = restore() if state else 0
 if options.resume and not state:
     say(f"{folder} has no state: from the beginning")
+state = None  # as large as three models
 card = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
 n_tokens = training.numel()
 epochs = steps * tokens_per_step / n_tokens
@@ -706,24 +707,23 @@ if save_every:
     disable_progress_bar()
     beside, place = folder / "model.part", folder / "model"
     end = tokenizer.token_to_id(END)
+    n_trained = n_positions if pretrained else seq_len  # positions
     left = GPT2LMHeadModel(
         GPT2Config(
             **{"n_layer": n_layer, "n_head": n_head, "n_embd": width, "vocab_size": n_rows},
-            n_positions=seq_len,  # others were never trained
+            n_positions=n_trained,
             activation_function=config.activation.replace("gelu_tanh", "gelu_pytorch_tanh"),
             **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], config.dropout),
             **dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], end),
         )
     )
     weights = model.state_dict()
-    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:seq_len]
+    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:n_trained]
     left.load_state_dict(weights)
     left.save_pretrained(beside)
-    special = dict.fromkeys(["bos_token", "eos_token", "pad_token"], END)
-    as_fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=seq_len, **special
-    )
-    as_fast.save_pretrained(beside)
+    facts = dict.fromkeys(["bos_token", "eos_token", "pad_token"], END)
+    facts |= {"tokenizer_object": tokenizer, "model_max_length": n_trained}
+    PreTrainedTokenizerFast(**facts).save_pretrained(beside)
     shutil.rmtree(place, ignore_errors=True)
     beside.rename(place)
     say(f"GPT2LMHeadModel and AutoTokenizer: .from_pretrained({str(place)!r})")

@@ -434,7 +434,7 @@ def _sixteen_bits(plan: Plan, budget_gib: float | None) -> str:
         with suppress(ConfigError, PrecisionUnsupported):  # it may ask for what 16 bits cannot do
             instead = plan.changed({"precision": other.name}, "")
             times, needed = plan.step_ms / instead.step_ms, instead.needed_gib
-            is_too_much = bool(plan.changes) and budget_gib is not None and needed > budget_gib
+            is_too_much = _fits(instead.config, needed, budget_gib) is False
             notes.append(
                 f"With precision={other.name}{' as well' * bool(plan.changes)} a step would take "
                 f"{instead.step_ms:.1f} ms, {times:.1f} times as fast, and a card needs "

@@ -16,10 +16,10 @@ from tests.helpers import REPO
 
 DESK = {"session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"}
 CODE_LINES = {
-    "kit": 3_979,  # of labutils, what is in no other storey
-    "engine": 1_902,  # labutils/prediction
+    "kit": 3_977,  # of labutils, what is in no other storey
+    "engine": 1_901,  # labutils/prediction
     "desk": 1_965,  # of labutils, DESK
-    "tests": 7_362,
+    "tests": 7_361,
     "benchmarks": 2_216,
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"

@@ -351,7 +351,14 @@ def test_gpt2s_own_weights_are_taken_from_the_cache(runs, tmp_path, monkeypatch,
     model = lab.build_model("gpt2", seed=5)
     model.save_pretrained(folder)
     lab.load_corpus().tokenizer.save(str(folder / "tokenizer.json"))
-    run = run_script("fp32", changes, monkeypatch)
+    (folder / "tokenizer.json").rename(tmp_path / "later")  # a cache may have a part
+    with pytest.raises(SystemExit):
+        run_script("fp32", changes, monkeypatch)
+    assert "is not in the cache" in capsys.readouterr().err
+    (tmp_path / "later").rename(folder / "tokenizer.json")
+    out = tmp_path / "out"
+    run = run_script("fp32", changes, monkeypatch, "--save-every", 2, "--out", out)
+    assert GPT2LMHeadModel.from_pretrained(out / "model").config.n_positions == 1024
     ids = run["training"][:1]
     with torch.no_grad():
         expected = lab.lm_loss_sum(model.eval(), {"input_ids": ids, "labels": ids})
@@ -369,24 +376,14 @@ def test_a_run_goes_on_with_more_steps_and_other_micro_batches(
     capsys.readouterr()
     more = run_script("fp32", changes | {"steps": 9}, monkeypatch, *flags, "--resume")
     lines = capsys.readouterr().out
-    assert "steps was 5, now it is 9: this changes" in lines and "step 9/9: loss" in lines
-    assert "continues after step 5" in lines
-    # as if it had been told at first; the text is that of five steps
-    whole = run_script("fp32", changes | {"steps": 9}, monkeypatch)
-    assert torch.equal(whole["losses"][:5], more["losses"][:5])
-    n = len(more["training"])
-    assert n <= len(whole["training"]) and torch.equal(whole["training"][:n], more["training"])
-    if n == len(whole["training"]):
-        assert torch.equal(whole["losses"], more["losses"])
-    # equal tokens a step: the losses are those of the same sequences
-    again = run_script(
-        "fp32", changes | {"steps": 12, "micro_batch_size": 4}, monkeypatch, *flags, "--resume"
-    )
+    assert "steps was 5, now it is 9: this changes" in lines and "continues after step 5" in lines
+    larger = {"steps": 12, "micro_batch_size": 4}  # equal tokens, so equal sequences, a step
+    again = run_script("fp32", changes | larger, monkeypatch, *flags, "--resume")
     lines = capsys.readouterr().out
     assert "micro_batch_size was 2, now it is 4: this changes the order of sums" in lines
-    apart = run_script("fp32", changes | {"steps": 12}, monkeypatch, *flags, "--resume")
-    assert torch.isfinite(again["losses"]).all()
-    assert torch.equal(apart["losses"], again["losses"])  # it was whole
+    whole = run_script("fp32", changes | {"steps": 12}, monkeypatch)  # the text is as long
+    assert torch.equal(whole["losses"][:9], more["losses"])
+    torch.testing.assert_close(again["losses"], whole["losses"], rtol=1e-4, atol=0)
     with pytest.raises(SystemExit):
         run_script("fp32", changes, monkeypatch, *flags, "--resume")
     assert "has a run of 12 steps already, more than 5" in capsys.readouterr().err

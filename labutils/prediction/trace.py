@@ -82,7 +82,6 @@ CATEGORIES = (
     TEMPORARIES,
     WORKSPACES,
 )
-LASTING = (PARAMETERS, OPTIMIZER, WORKSPACES)  # what is alive from one step to the next
 OPERATION, BIRTH, DEATH = "operation", "birth", "death"
 ON_CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -131,7 +130,7 @@ class Trace:
     """The first step of a training run.
 
     `standing` are parameters and buffers, in the order in which they are made. In this step the
-    optimizer makes its state, so later steps are this one without what lasts (LASTING).
+    optimizer makes its state, so later steps are this one without the births of what lasts.
     """
 
     standing: list[Storage]
