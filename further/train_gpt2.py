@@ -1,21 +1,25 @@
 """Train GPT-2 in one file: plain torch, the model on the page, no labutils. Copy it anywhere.
 
     python train_gpt2.py                                        # what Config says below
-    python train_gpt2.py fp16_config.yaml --set steps=20        # a file of the course's configs/
-    torchrun --nproc_per_node 2 train_gpt2.py fp32_config.yaml \\
-        --set micro_batch_size=2 --save-every 20
+    python train_gpt2.py --set corpus=mine.txt steps=500        # a text of your own, of any size
+    python train_gpt2.py fp16_config.yaml --set name=half       # a file of the course's configs/
+    python train_gpt2.py --resume                               # after a crash, or Ctrl-C
+    python train_gpt2.py --sample "The class statement"         # with the model that was left
+    torchrun --nproc_per_node 2 train_gpt2.py --set micro_batch_size=2 name=two
 
 Automatic mixed precision, a GradScaler, gradient accumulation, gradient checkpointing and clipping.
 One process on a CPU has the losses of `labutils run`, bit for bit; in chunks they agree to
 rounding. torchrun shares every step among processes: as many tokens, and without dropout the same
-gradient up to rounding. With `--save-every` a run keeps its state, from which the same command
-with `--resume` continues to the same weights, bit for bit; or with more steps, other micro-batches,
-another number of processes. It leaves a model for `GPT2LMHeadModel.from_pretrained`.
+gradient up to rounding. A run keeps in runs/NAME, at its end and at Ctrl-C, its state, its tokens,
+a log.jsonl with a line a step, and a model for `GPT2LMHeadModel.from_pretrained`. From the state
+the same command with `--resume` continues to the same weights, bit for bit; or with more steps,
+other micro-batches, another number of processes.
 """
 
 import argparse
 import gc
 import hashlib
+import json
 import math
 import os
 import re
@@ -33,10 +37,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, Literal, get_args, get_type_hints
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
+from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +61,9 @@ parser.add_argument("config", type=Path, nargs="?", help="a YAML file, as in the
 parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
 parser.add_argument("--save-every", type=int, default=0, metavar="N", help="steps between states")
 parser.add_argument("--resume", action="store_true", help="continue from the last state")
-parser.add_argument("--out", type=Path, help="folder of the state and the model (runs/NAME)")
+parser.add_argument("--out", type=Path, help="folder of what a run keeps (runs/NAME)")
+parser.add_argument("--sample", metavar="TEXT", help="continue a text with that folder's model")
+parser.add_argument("--by-block", action="store_true", help="compile one block, for all")
 parser.add_argument("--peak-tflops", type=float, help="a card's peak, to print the share reached")
 options = parser.parse_args()
 
@@ -70,17 +79,23 @@ def say(text):
         print(text, flush=True)
 
 
-def refuse(reason):
-    """End the process with a reason in place of a traceback; the first process tells it."""
+def end(code):
+    """End the process; the first one ends last, and torchrun with it."""
     if rank > 0:
         time.sleep(1)  # torchrun stops the others as soon as one has ended
-        sys.exit(2)
-    print(f"{parser.prog}: {reason}", file=sys.stderr, flush=True)
+        sys.exit(code)
     launcher = Path(f"/proc/{os.getppid()}/cmdline")  # on Linux
     words = launcher.read_bytes() if world > 1 and launcher.exists() else b""
-    if re.search(b"torchrun|torch.distributed", words):  # it would print 20 lines beneath this one
-        os.kill(os.getppid(), signal.SIGKILL)
-    sys.exit(2)
+    if code and re.search(b"torchrun|torch.distributed", words):
+        os.kill(os.getppid(), signal.SIGKILL)  # it would print 20 lines beneath our last one
+    sys.exit(code)
+
+
+def refuse(reason):
+    """End the process with a reason in place of a traceback; the first process tells it."""
+    if rank == 0:
+        print(f"{parser.prog}: {reason}", file=sys.stderr, flush=True)
+    end(2)
 
 
 # ---- The config: its keys are those of the course's configs/, where a comment explains each
@@ -214,6 +229,13 @@ changes = (for_cpu if kind == "cpu" else {}) | overrides
 config = Config(**in_file | changes)
 if not re.fullmatch(r"\w[\w.+=-]{0,59}", config.name):
     refuse(f"name: expected letters, digits and . + - _ =, at most 60, got {config.name!r}")
+folder = options.out or Path("runs") / config.name
+if options.sample is not None:
+    try:
+        facts = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
+        config = Config(**facts["train_gpt2"] | {"precision": "fp32"})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        refuse(f"--sample: {folder} has no model of this script's ({error!r})")
 
 steps, warmup, seq_len = config.steps, config.lr_warmup_steps, config.seq_len
 if warmup > steps:
@@ -241,6 +263,7 @@ if precision == "tf32":  # matrix products round their float32 inputs to 10 bits
 # ---- The model, with the names that Hugging Face gives its parts
 n_layer, n_head, width, vocab_size = SHAPES[config.model]
 n_positions = max(seq_len, 1024)
+n_trained = 1024 if config.weights == "pretrained" else seq_len  # of the positions
 if config.weights == "pretrained" and (vocab_size != 50257 or config.pad_vocab or seq_len > 1024):
     refuse("weights: pretrained are GPT-2's: no gpt2-nano, pad_vocab false, seq_len at most 1024")
 n_rows = math.ceil(vocab_size / 64) * 64 if config.pad_vocab else vocab_size  # of the logits
@@ -353,23 +376,59 @@ class GPT2(nn.Module):
         return loss
 
 
+def read_weights(file):
+    """Return a file's weights by our names: GPT-2's own have no prefix, all have tied ones once."""
+    read = load_file(file)
+    read = {f"transformer.{name.removeprefix('transformer.')}": read[name] for name in read}
+    read["lm_head.weight"] = read["transformer.wte.weight"]
+    return {name: read[name] for name in model.state_dict()}  # not GPT-2's masks
+
+
+@torch.compiler.set_stance("force_eager")  # other shapes: each would be compiled
+@torch.no_grad()
+def written(text, n):
+    """Return n tokens that follow a text, each drawn by the probabilities the model gives it."""
+    model.eval()
+    ids = torch.tensor([tokenizer.encode(text or END).ids], device=device)  # (1, T)
+    n_before = ids.shape[1]
+    for _ in range(n):
+        logits = model.lm_head(model.hidden(ids[:, -seq_len:])[:, -1])
+        words = logits[:, : tokenizer.get_vocab_size()]  # the others are padding
+        ids = torch.cat([ids, torch.multinomial(words.softmax(-1), 1)], dim=1)
+    return tokenizer.decode(ids[0, n_before:].tolist())
+
+
+END = "<|endoftext|>"
+if options.sample is not None:
+    n_positions = n_trained
+    tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+    model = GPT2().to(device)
+    model.load_state_dict(read_weights(folder / "model" / "model.safetensors"))
+    say(options.sample + written(options.sample, 100))
+    raise SystemExit
+
+
 # ---- A step of training
+def rate_of(step):
+    """Return the learning rate of a step: a warm-up, then constant or half a cosine."""
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    if config.lr_schedule == "constant":
+        return config.learning_rate
+    progress = (step - warmup) / (steps - warmup)  # down to a tenth
+    return config.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
+
+
 def train_step(step):
     """Update the weights once, with the gradient of the mean loss over all targets of a step."""
-    rate = config.learning_rate
-    if step < warmup:
-        rate = rate * (step + 1) / warmup
-    elif config.lr_schedule == "cosine":  # down to a tenth
-        progress = (step - warmup) / (steps - warmup)
-        rate = rate * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate_of(step)
     scales[step] = scaler.scale(one)
     for i in range(grad_accum_steps):
         waits = world > 1 and i + 1 < grad_accum_steps  # gradients are exchanged once a step
         with training_loss.no_sync() if waits else nullcontext():
             with torch.autocast(kind, dtype=amp_dtype, enabled=uses_amp):
-                ids = next(stream).to(device)
+                ids = ids_of(next(stream)).to(device)
                 loss = training_loss(ids) / targets_per_step  # of the whole step: sums add up
             scaler.scale(loss).backward()  # adds to the gradients of earlier micro-batches
         losses[step] += loss.detach()
@@ -385,20 +444,43 @@ def train_step(step):
 
 
 # ---- The folder, and the state that is in it; then the processes meet
+def one_line(error):
+    """Return the first line of what an error says: torch's may have a hundred."""
+    return str(error).strip().partition("\n")[0]
+
+
+def is_kept(place, write):
+    """Write a file or a folder beside the last one, then rename it: whenever a run dies, one is
+    whole. Tell whether it could be written: on a full disk, say, the run goes on without.
+    """
+    beside = place.with_suffix(".part")
+    try:
+        write(beside)
+        shutil.rmtree(place, ignore_errors=True)  # if it is a folder
+        beside.replace(place)
+    except Exception as error:  # safetensors and torch have kinds of their own
+        free = shutil.disk_usage(folder).free / 2**20
+        say(f"{place} NOT SAVED, with {free:,.1f} MiB of disk free: {one_line(error)}")
+        shutil.rmtree(beside) if beside.is_dir() else beside.unlink(missing_ok=True)
+        return False
+    return True
+
+
 save_every = options.save_every
-if save_every < 0 or (options.resume and save_every == 0):
-    refuse("--save-every N needs an N of 1 or more, and --resume goes with it")
-folder = options.out or Path("runs") / config.name
-state_file = folder / "state.pt"
-if save_every:
+if save_every < 0:
+    refuse("--save-every: expected 0 (at the end only) or more steps")
+state_file, tokens_file = folder / "state.pt", folder / "tokens.bin"
+tokenizer_file, log_file = folder / "tokenizer.json", folder / "log.jsonl"
+if rank == 0:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        in_folder = {path.name for path in folder.iterdir()} - {"state.part"}
+        names = {path.name for path in folder.iterdir() if path.suffix != ".part"}
     except OSError as error:
         refuse(f"--out {folder}: {error.strerror}")
-    if in_folder and not options.resume:
+    names -= {tokens_file.name, tokenizer_file.name}  # of a run that ended before its first state
+    if names and not options.resume:
         refuse(f"{folder} has a run already; --resume continues it, --out names another folder")
-    if in_folder and not state_file.exists():
+    if names - {log_file.name} and not state_file.exists():
         refuse(f"{folder} has no state to resume from, but other files; --out names another folder")
 state = None
 if options.resume and state_file.exists():
@@ -408,65 +490,76 @@ if options.resume and state_file.exists():
         state = torch.load(state_file, map_location="cpu", weights_only=True)
         before, _, _ = state["identity"], state["series"], state["random"]
     except Exception as error:  # of many kinds, if the file is damaged
-        refuse(f"{state_file} cannot be read; delete it to begin anew ({error})")
+        refuse(f"{state_file} cannot be read; delete it to begin anew ({one_line(error)})")
 if kind == "cuda":
     n_cards, n_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if n_here > n_cards:
         refuse(f"{n_here} processes need a card each; torch sees {n_cards}")
     torch.cuda.set_device(device)
 if world > 1:
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
 
 
-# ---- GPT-2's own weights and tokenizer, if they are wanted
-pretrained = None
-if config.weights == "pretrained":
-    from huggingface_hub import snapshot_download
-
-    try:
-        hub = f"openai-community/{config.model}"
-        pretrained = Path(snapshot_download(hub, local_files_only=True))
-        for name in ("model.safetensors", "tokenizer.json"):
-            (pretrained / name).stat()  # a cache may have a part of them
-    except OSError as error:
-        refuse(f"weights: {hub} is not in the cache that HF_HOME names; use random ({error})")
+def one_says(it):
+    """Tell whether it is true in any process. The processes wait for one another, the cards not."""
+    if world == 1:
+        return it
+    flag = torch.tensor(float(it))
+    dist.all_reduce(flag)
+    return flag.item() > 0
 
 
-# ---- The text: a file of your own, or what ships with Python
+# ---- The text, as numbers in a file: a file of your own, or what ships with Python
+hub, cached = f"openai-community/{config.model}", {}
+for name in ("tokenizer.json", "model.safetensors") if vocab_size == 50257 else ():
+    if isinstance(path := try_to_load_from_cache(hub, name), str):  # else it is not there
+        cached[name] = path
+pretrained = config.weights == "pretrained"
+if pretrained and len(cached) < 2:
+    refuse(f"weights: {hub} is not in the cache that HF_HOME names; use random")
+
+
 def documents():
-    """Yield texts: Python's language reference and the source of its library, or pieces of the file
-    that end with a line, as far as they are needed; and beside each what ends it, or nothing.
+    """Yield Python's language reference and the source of its library, or a file of your own in
+    pieces that end with a line.
     """
     if config.corpus != "stdlib":
         is_of_file = options.config and "corpus" not in overrides
-        beside = options.config.parent if is_of_file else Path()
+        path = (options.config.parent if is_of_file else Path()) / config.corpus
         try:
-            with (beside / config.corpus).open(encoding="utf-8-sig") as file:
+            with path.open(encoding="utf-8-sig") as file:
                 while piece := file.read(2**20) + file.readline(2**20):
                     if "\0" in piece:
-                        refuse(f"corpus: {file.name} is not text (it has NUL characters)")
-                    yield piece, ""
-            yield "", END
-        except (OSError, ValueError) as error:
+                        refuse(f"corpus: {path} is not text (it has NUL characters)")
+                    yield piece
+                if file.tell() == 0:
+                    refuse(f"corpus: {path} is empty")
+            yield END
+        except UnicodeDecodeError as error:
+            is_utf_16 = error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
+            kind_of = "UTF-16" if is_utf_16 else f"not UTF-8 (byte {error.object[error.start]:#x})"
+            refuse(f"corpus: {path} is {kind_of}; save it as UTF-8 text")
+        except OSError as error:
             refuse(f"corpus: {error}; name one UTF-8 text file")
         return
-    yield "\n\n".join(topics[name] for name in sorted(topics)), END
+    yield "\n\n".join(topics[name] for name in sorted(topics)) + END
     library = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
     for path in sorted(library.rglob("*.py")):
         if skipped.isdisjoint(path.relative_to(library).parts):
             text = path.read_text(encoding="utf-8", errors="replace")
             if len(text) > 1000:
-                yield text, END
+                yield text + END
 
 
-END = "<|endoftext|>"
 # a tokenizer learns from a word in a time that grows with its length squared: long ones are cut
 LONG_WORD = r"([^\W\d_]{1000}|\d{1000}|(?:[^\w\s]|_){1000}|\s{1000})"
 
 
-def trained_tokenizer():
-    """Return byte pairs of the text's first piece."""
+def tokenizer_of_the_text():
+    """Return GPT-2's own tokenizer, or byte pairs of the text's first piece."""
+    if pretrained or (config.corpus != "stdlib" and "tokenizer.json" in cached):
+        return Tokenizer.from_file(cached["tokenizer.json"])
     say("training a tokenizer on the text")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -477,57 +570,86 @@ def trained_tokenizer():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(re.split(LONG_WORD, next(documents())[0]), trainer)
+    first = next(documents()).removesuffix(END)
+    tokenizer.train_from_iterator(re.split(LONG_WORD, first), trainer)
     return tokenizer
 
 
-tokenizer = (
-    Tokenizer.from_file(str(pretrained / "tokenizer.json")) if pretrained else trained_tokenizer()
-)
+def write_tokenizer(beside):
+    """Write a file for `Tokenizer.from_file`."""
+    beside.write_text(tokenizer.to_str(), encoding="utf-8")
+
+
+def write_tokens(beside):
+    """Write the text's tokens as far as the run needs them, and meet the other processes."""
+    n_tokens, told = 0, time.monotonic()
+    with beside.open("wb") as file:
+        for text in documents():
+            ids = tokenizer.encode_batch_fast([text])[0].ids  # fast: without their places in text
+            file.write(np.array(ids, dtype=np.uint16))
+            n_tokens += len(ids)
+            if n_tokens >= tokens_needed:
+                break
+            if time.monotonic() > told + 10:
+                told = time.monotonic()
+                say(f"encoding the text: {n_tokens:,} tokens of at most {tokens_needed:,}")
+            one_says(False)
+
+
 # every tenth sequence is held out, so a run needs a ninth more than it trains on
 tokens_needed = steps * tokens_per_step * 10 // 9 + 10 * seq_len
 if state:  # a longer run reads the same text again
-    tokens_needed = state.get("tokens_needed", tokens_needed)
-ids = []
-for text, end in documents():
-    ids += tokenizer.encode(text).ids + tokenizer.encode(end).ids
-    if len(ids) >= tokens_needed:
-        break
-if len(ids) < max(10, micro_batch_size * 10 / 9 + 1) * seq_len:
-    refuse(f"the text has {len(ids)} tokens: too few for {micro_batch_size} sequences of {seq_len}")
-sequences = torch.tensor(ids).unfold(0, seq_len, seq_len)  # (n, T)
-is_held_out = torch.arange(len(sequences)) % 10 == 9
-training, held_out = sequences[~is_held_out], sequences[is_held_out]
-order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
-held_out = held_out[order[:16]]
+    tokens_needed = state["tokens_needed"]
+if rank == 0 and not (state and tokens_file.exists()):
+    try:
+        tokenizer = tokenizer_of_the_text()
+        if not (is_kept(tokenizer_file, write_tokenizer) and is_kept(tokens_file, write_tokens)):
+            end(2)
+    except KeyboardInterrupt:
+        refuse("stopped while the text was encoded; nothing was trained")
+# the others wait, and hear from the first with each piece
+while not one_says(rank == 0):
+    pass
+tokenizer = Tokenizer.from_file(str(tokenizer_file))
+n_tokens = tokens_file.stat().st_size // 2
+n_sequences = n_tokens // seq_len
+if n_sequences < max(10, micro_batch_size * 10 / 9 + 1):
+    refuse(f"the text has {n_tokens} tokens: too few for {micro_batch_size} sequences of {seq_len}")
+sequences = np.memmap(tokens_file, np.uint16, "r", shape=(n_sequences, seq_len))
+n_training = n_sequences - n_sequences // 10
+
+
+def ids_of(rows):
+    """Return the sequences with these numbers: (n, T)."""
+    return torch.from_numpy(sequences[rows.numpy()].astype(np.int64))
+
+
+order = torch.randperm(n_sequences // 10, generator=torch.Generator().manual_seed(0))
+held_out = ids_of(order[:16] * 10 + 9)
 
 
 def micro_batches():
-    """Yield token ids (B, T) for ever: each epoch in a new order, without the tail."""
+    """Yield numbers of sequences (B,) for ever: each epoch in a new order, without the tail."""
     generator = torch.Generator().manual_seed(config.seed)
     while True:
-        order = torch.randperm(len(training), generator=generator)
-        for start in range(0, len(order) - micro_batch_size + 1, micro_batch_size):
-            yield training[order[start : start + micro_batch_size]]
+        order = torch.randperm(n_training, generator=generator)
+        for start in range(0, n_training - micro_batch_size + 1, micro_batch_size):
+            rows = order[start : start + micro_batch_size]
+            yield rows + rows // 9  # past every tenth
 
 
 # ---- The weights, the optimizer, and the scaler
-def own_weights():
-    """Return GPT-2's own weights by our names: the file has no prefix, and tied ones once."""
-    from safetensors.torch import load_file
-
-    read = load_file(pretrained / "model.safetensors")
-    read = {f"transformer.{name.removeprefix('transformer.')}": read[name] for name in read}
-    read["lm_head.weight"] = read["transformer.wte.weight"]
-    return {name: read[name] for name in model.state_dict()}  # not its masks
-
-
 torch.manual_seed(config.seed)
 model = GPT2()
 if pretrained:
-    model.load_state_dict(own_weights())
+    model.load_state_dict(read_weights(cached["model.safetensors"]))
 model = model.to(device)
-training_loss = model if config.compile == "off" else torch.compile(model, dynamic=False)
+training_loss = model
+if config.compile != "off" and options.by_block:
+    for block in model.transformer.h:
+        block.compile(dynamic=False)
+elif config.compile != "off":
+    training_loss = torch.compile(model, dynamic=False)
 
 
 def add_up(_, bucket):
@@ -551,13 +673,14 @@ optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95)
 scaling = {"init_scale": config.init_scale, "growth_interval": config.growth_interval}
 scaler = torch.amp.GradScaler(kind, **scaling, enabled=precision == "fp16")
 
-# ---- The state on disk: what decides the steps to come
+# ---- What is kept: the state, which decides the steps to come, and the model
 series = torch.zeros(4, steps, device=device)
 losses, norms, scales, skips = series  # views of its rows
 parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
 identity = asdict(config) | {"device": kind, "processes": world}
-identity["text"] = hashlib.sha256(sequences.numpy()).hexdigest()
-changes_nothing = {"name", "note", "corpus", "eval_every"}
+with tokens_file.open("rb") as file:
+    identity["text"] = hashlib.file_digest(file, "sha256").hexdigest()
+changes_nothing = {"name", "note", "eval_every"}
 # of a run that goes on; what these change is said
 may_change = {
     "steps": "the rate's schedule, unless it is constant; the text is read as far as at first",
@@ -567,24 +690,18 @@ may_change = {
 
 
 def save(done):
-    """Write the state beside the last one, then rename it: whenever a run dies, one is whole."""
+    """Write what decides the steps to come; tell whether it could be written."""
     on_cuda = torch.cuda.get_rng_state() if kind == "cuda" else None
     own = (torch.get_rng_state(), on_cuda)
     random = [own] * world
     if world > 1:
         dist.all_gather_object(random, own)
     if rank > 0:
-        return
+        return True
     state = {"identity": identity, "done": done, "series": series, "random": random}
     state["tokens_needed"] = tokens_needed
     state |= {name: part.state_dict() for name, part in parts.items()}
-    beside = folder / "state.part"
-    try:
-        torch.save(state, beside)
-        beside.replace(state_file)
-    except (OSError, RuntimeError) as error:  # a full disk, say: the state before it stays
-        beside.unlink(missing_ok=True)
-        say(f"step {done} NOT SAVED, the run goes on: {error}")
+    return is_kept(state_file, lambda beside: torch.save(state, beside))
 
 
 def restore():
@@ -609,7 +726,29 @@ def restore():
     return done
 
 
+def leave_model(place):
+    """Write a folder for `GPT2LMHeadModel.from_pretrained`, and for --sample."""
+    place.mkdir(exist_ok=True)
+    weights = model.state_dict()
+    del weights["lm_head.weight"]  # tied
+    positions = weights["transformer.wpe.weight"][:n_trained].clone()  # the others are as drawn
+    save_file(weights | {"transformer.wpe.weight": positions}, place / "model.safetensors")
+    gelu = config.activation.replace("gelu_tanh", "gelu_pytorch_tanh")
+    facts = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    facts |= {"n_layer": n_layer, "n_head": n_head, "n_embd": width, "activation_function": gelu}
+    facts |= {"vocab_size": n_rows, "n_positions": n_trained, "train_gpt2": asdict(config)}
+    facts |= dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], config.dropout)
+    special = "bos_token", "eos_token", "pad_token"
+    facts |= dict.fromkeys([f"{name}_id" for name in special], tokenizer.token_to_id(END))
+    (place / "config.json").write_text(json.dumps(facts, indent=1))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": n_trained}
+    facts |= dict.fromkeys(special, END)
+    (place / "tokenizer_config.json").write_text(json.dumps(facts, indent=1))
+    shutil.copy(tokenizer_file, place)
+
+
 # ---- What is told
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def held_out_loss():
     """Return the mean loss per target on held-out text, without dropout."""
@@ -624,24 +763,49 @@ def held_out_loss():
     return total.item() / (len(held_out) * (seq_len - 1))
 
 
-def report(step, ms):
-    """Return what a step gave, and what the steps since the last report cost."""
-    rate = optimizer.param_groups[0]["lr"]
-    line = f"step {step + 1}/{steps}: loss {losses[step]:.4f}, rate {rate:.1e}"
-    if config.max_grad_norm:
-        line += f", norm {norms[step]:.2f}"
-    if scaler.is_enabled():
-        line += f", scale {scales[step]:g} ({skips.sum():g} skipped)"
-    line += f", {ms:,.0f} ms, {tokens_per_step / ms * 1000:,.0f} tokens/s"
-    if options.peak_tflops:
-        tflops = flops_per_token * tokens_per_step / world / ms / 1e9
-        line += f", {tflops / options.peak_tflops:.1%} of the peak"
+def log(rows):
+    """Append lines to log.jsonl; JSON has no inf and no NaN."""
+    rows = [{key: x if math.isfinite(x) else None for key, x in row.items()} for row in rows]
+    try:
+        with log_file.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        say(f"{log_file} NOT SAVED: {error.strerror}")
+
+
+def tell_held_out(n):
+    """Print and log the loss on held-out text."""
+    loss = held_out_loss()  # by all processes
+    say(f"step {n}: held-out loss {loss:.4f}" if n < steps else f"held-out loss {loss:.4f}")
+    if rank == 0:
+        log([{"step": n, "held_out_loss": loss}])
+
+
+def report(first, n, ms):
+    """Tell what step n gave, and what the steps after `first` cost; log each of them."""
+    costs = {"ms": ms, "tokens_per_s": 1000 * tokens_per_step / ms}
     if kind == "cuda":
-        return f"{line}, peak {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB"
-    if resource:  # it counts KiB, but on a Mac bytes
+        costs["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    elif resource:  # it counts KiB, but on a Mac bytes
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        line += f", process {peak / (2**20 if sys.platform == 'darwin' else 2**10):,.0f} MiB"
-    return line
+        costs["process_mib"] = peak / 2 ** (20 if sys.platform == "darwin" else 10)
+    names, rows = ("loss", "grad_norm", "loss_scale", "skipped"), series[:, first:n].T.tolist()
+    steps_told = [{"step": i + 1, "learning_rate": rate_of(i)} for i in range(first, n)]
+    told = [dict(zip(names, row, strict=True)) for row in rows]
+    log(here | row | costs for here, row in zip(steps_told, told, strict=True))
+    loss, norm, scale, _ = rows[-1]
+    line = f"step {n}/{steps}: loss {loss:.4f}, rate {rate_of(n - 1):.1e}"
+    if config.max_grad_norm:
+        line += f", norm {norm:.2f}"
+    if scaler.is_enabled():
+        line += f", scale {scale:g} ({skips.sum():g} skipped)"
+    line += f", {ms:,.0f} ms, {costs['tokens_per_s']:,.0f} tokens/s"
+    if options.peak_tflops:
+        tflops = flops_per_token * costs["tokens_per_s"] / world / 1e12
+        line += f", {tflops / options.peak_tflops:.1%} of the peak"
+    for name in costs.keys() & {"peak_mib", "process_mib"}:
+        line += f", {name.removesuffix('_mib')} {costs[name]:,.0f} MiB"
+    say(line)
 
 
 def require_sound(n):
@@ -655,12 +819,18 @@ one = torch.ones((), device=device)
 n_params = sum(p.numel() for p in model.parameters())
 flops_per_token = 6 * (n_params - model.transformer.wpe.weight.numel())  # PaLM, appendix B
 flops_per_token += 12 * n_layer * width * seq_len
-reported = first = restore() if state else 0
+reported = first = n = restore() if state else 0
 if options.resume and not state:
     say(f"{folder} has no state: from the beginning")
 state = None  # as large as three models
+if rank == 0 and log_file.exists():  # steps after the state are done again
+    lines = []
+    for line in log_file.read_text().splitlines(keepends=True):
+        with suppress(ValueError):  # half a line
+            lines += [line] if json.loads(line)["step"] <= first else []
+    is_kept(log_file, lambda beside: beside.write_text("".join(lines)))
 card = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
-n_tokens = training.numel()
+n_tokens = n_training * seq_len
 epochs = steps * tokens_per_step / n_tokens
 say(f"{config.model}, {n_params:,} parameters, {precision}, on {world} × {card}")
 say(f"a step: {world} × {grad_accum_steps} × {micro_batch_size} sequences of {seq_len} tokens")
@@ -668,79 +838,65 @@ say(f"text: {n_tokens:,} tokens, read {epochs:.2f} times; {len(held_out)} sequen
 if changes:
     told = ", ".join(f"{key}={value}" for key, value in changes.items())
     say(f"not as {'the file' if options.config else 'Config'} begins: {told}")
-say(f"kept in {folder}" if save_every else "nothing is kept without --save-every")
+say(f"kept in {folder}, at the end" + (f" and every {save_every} steps" if save_every else ""))
 if first:
     say(f"continues after step {first}")
+
+signals = []  # that ask for the end
+
+
+def note(number, frame):
+    """Remember a wish to end, which a step, or a state half written, is not ended by."""
+    signals.append(number)
+    signal.signal(number, signal.SIG_DFL)
+    say("ends after this step; once more ends it at once")
+
+
+handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
 n_before = first * grad_accum_steps * world  # micro-batches; the processes take the rest in turns
 stream = islice(micro_batches(), n_before + rank, None, world)
-start = time.perf_counter()
+start, stops, all_kept = time.perf_counter(), False, True
 for step in range(first, steps):
     train_step(step)
     n = step + 1
+    stops = one_says(bool(signals))
     evaluates = config.eval_every and n % config.eval_every == 0 and n < steps
-    saves = save_every and (n % save_every == 0 or n == steps)
-    if not (n % 10 == 0 or n in (first + 1, steps) or evaluates or saves):
+    saves = stops or n == steps or (save_every and n % save_every == 0)
+    if not (n % 10 == 0 or n == first + 1 or evaluates or saves):
         continue  # what is printed is read from the device, and the host waits for that
     if kind == "cuda":
         torch.cuda.synchronize()
-    say(report(step, 1000 * (time.perf_counter() - start) / (n - reported)))
+    ms = 1000 * (time.perf_counter() - start) / (n - reported)
+    if rank == 0:
+        report(reported, n, ms)
     require_sound(n)
     if evaluates:
-        say(f"step {n}: held-out loss {held_out_loss():.4f}")
+        tell_held_out(n)
     if saves:
-        save(n)
+        all_kept = save(n)
+    if stops:
+        break
     reported, start = n, time.perf_counter()
 
 # ---- What came of it
-require_sound(steps)  # of a state that is resumed at its end, too
-say(f"held-out loss {held_out_loss():.4f}")
+require_sound(n)  # of a state that is resumed at its end, too
+if not stops:
+    tell_held_out(n)
 if world > 1:
     del training_loss  # DDP holds the group, whose threads must end before Python does
     gc.collect()  # it is part of circles
     dist.destroy_process_group()
 if rank > 0:
-    raise SystemExit
-if save_every:
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    beside, place = folder / "model.part", folder / "model"
-    end = tokenizer.token_to_id(END)
-    n_trained = n_positions if pretrained else seq_len  # positions
-    left = GPT2LMHeadModel(
-        GPT2Config(
-            **{"n_layer": n_layer, "n_head": n_head, "n_embd": width, "vocab_size": n_rows},
-            n_positions=n_trained,
-            activation_function=config.activation.replace("gelu_tanh", "gelu_pytorch_tanh"),
-            **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], config.dropout),
-            **dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], end),
-        )
-    )
-    weights = model.state_dict()
-    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:n_trained]
-    left.load_state_dict(weights)
-    left.save_pretrained(beside)
-    facts = dict.fromkeys(["bos_token", "eos_token", "pad_token"], END)
-    facts |= {"tokenizer_object": tokenizer, "model_max_length": n_trained}
-    PreTrainedTokenizerFast(**facts).save_pretrained(beside)
-    shutil.rmtree(place, ignore_errors=True)
-    beside.rename(place)
-    say(f"GPT2LMHeadModel and AutoTokenizer: .from_pretrained({str(place)!r})")
-
-
-@torch.no_grad()
-def written(ids, n):
-    """Return ids (1, T) and n more, each drawn by the probabilities that the model gives it."""
-    model.eval()
-    for _ in range(n):
-        logits = model.lm_head(model.hidden(ids[:, -seq_len:])[:, -1])
-        words = logits[:, : tokenizer.get_vocab_size()]  # the others are padding
-        ids = torch.cat([ids, torch.multinomial(words.softmax(-1), 1)], dim=1)
-    return ids
-
-
-prompt = held_out[:1, :16].to(device)
-text = written(prompt, 100)[0].tolist()
-say(f"it reads: {tokenizer.decode(text[:16])}")
-say(f"it writes: {tokenizer.decode(text[16:])}")
+    end(0)
+all_kept = is_kept(folder / "model", leave_model) and all_kept
+for number, handler in handlers.items():
+    signal.signal(number, handler)
+if stops:
+    say(f"stopped after step {n} of {steps}; the same command with --resume continues")
+    end(128 + (signals or [signal.SIGTERM])[0])  # another process may have been told
+prompt = tokenizer.decode(held_out[0, :16].tolist())
+say(f"it reads: {prompt}")
+say(f"it writes: {written(prompt, 100)}")
+say(f"GPT2LMHeadModel and AutoTokenizer: .from_pretrained({str(folder / 'model')!r})")
+if not all_kept:
+    end(1)

@@ -19,7 +19,7 @@ CODE_LINES = {
     "kit": 3_977,  # of labutils, what is in no other storey
     "engine": 1_901,  # labutils/prediction
     "desk": 1_965,  # of labutils, DESK
-    "tests": 7_361,
+    "tests": 7_537,
     "benchmarks": 2_216,
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
