@@ -5,7 +5,8 @@
 # make types:     mypy; its errors may become fewer, and never more.
 # make readme:    the README's pictures and table: out of notebook 01, of what cards measured, and a
 #                 block; and docs/what_it_saves.md.
-# make site:      pages of all notebooks as they are committed, and the exhibits, into site/.
+# make site:      pages of all notebooks as they are committed, and the exhibits, into site/;
+#                 RUNS=runs: with what make labs has written there.
 # make bench:     several ways to train the same tokens, in turns.
 # make records:   the CSVs of long runs in labutils/reference/, on any machine; hours.
 # make exhibits:  the data, words and stills of lab.play, on any machine, in a minute. After a change
@@ -78,9 +79,9 @@ $(NPM): tests/exhibits/package-lock.json
 	if command -v npm >/dev/null; then npm ci --silent --prefix tests/exhibits; \
 	else echo "no npm: prettier and axe are skipped"; fi
 
-test-more: $(VENV)/installed $(NPM)
+test-more: $(VENV)/site $(NPM)
 	if [ -f $(NPM) ]; then $(dir $(NPM)).bin/prettier --config tests/exhibits/package.json \
-	--check labutils/exhibits/*.js labutils/exhibits/*.css labutils/page/*.css; fi
+	--check labutils/exhibits/*.js labutils/exhibits/*.css docs/*.css; fi
 	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile -m "slow and not slowest" tests
 
 test-slow: $(VENV)/installed
@@ -94,8 +95,15 @@ readme: $(VENV)/installed
 	$(BIN)/python -m benchmarks.readme_figure
 	$(BIN)/python -m benchmarks.block_picture
 
-site: $(VENV)/installed
-	$(BIN)/python -c "from pathlib import Path; from labutils import pages; print(pages.write_site(Path('site')))"
+# Sphinx and its theme, which nothing else needs
+$(VENV)/site: $(VENV)/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[site]"
+	touch $@
+
+RUNS ?=
+site: $(VENV)/site
+	RUNS=$(RUNS) $(BIN)/python -m sphinx -c docs . site
+	@echo "wrote site/index.html"
 
 configs: $(VENV)/installed
 	$(BIN)/python -m benchmarks.configs
@@ -135,7 +143,7 @@ PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 wheels:
 	$(PYTHON) -m pip download -q -c constraints.txt -d wheels --only-binary=:all: \
 	--implementation cp --python-version $(WHEELS_FOR) $(PLATFORMS:%=--platform %) \
-	pydantic ipykernel nbclient nbconvert latex2mathml
+	pydantic ipykernel nbclient
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -7,14 +7,15 @@ files beside it, and JupyterLab shows no SVG that is attached.
 """
 
 import base64
+import io
 import subprocess
 import tempfile
 from pathlib import Path
 
 import nbformat
+from PIL import Image
 
 from labutils.files import REFERENCE_DIR, REPO_DIR, write_atomically
-from labutils.pages import with_fewer_colors
 from labutils.plotting.style import CATEGORIES, INK, MUTED
 
 TARGET = REFERENCE_DIR / "block.svg"
@@ -104,6 +105,14 @@ def picture() -> str:
     return "\n".join(
         [head, title, f"<style>{style}</style><defs>{tip}</defs>", ground, *parts, "</svg>\n"]
     )
+
+
+def with_fewer_colors(png: str) -> str:
+    """Return a picture, PNG in base64, with 128 colours: half the bytes, and as good to the eye."""
+    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(128)
+    image.save(file := io.BytesIO(), format="png", optimize=True)
+    smaller = base64.b64encode(file.getvalue()).decode()
+    return min(png, smaller, key=len)
 
 
 def as_png(svg: Path, width: int, height: int) -> str:

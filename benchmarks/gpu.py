@@ -116,8 +116,6 @@ def run_part(part: str, out: Path, limit_s: float, site: Path | None = None) -> 
     }
     paths = [str(REPO), *([str(site)] if site else []), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if site:  # where pip puts nbconvert's templates
-        environment["JUPYTER_PATH"] = str(site / "share" / "jupyter")
     is_done = True
     for name, words in PARTS[part].items():
         entry = f"{part} {name}"
@@ -221,7 +219,7 @@ def take_notebooks(file: tarfile.TarFile, cards: Path) -> bool:
         notebook = json.load(file.extractfile(f"runs/{name}"))
         code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
         # Imported here, because on the card, and for records, the standard library is enough.
-        from labutils.pages import with_fewer_colors
+        from benchmarks.block_picture import with_fewer_colors
 
         for data in (output.get("data", {}) for cell in code for output in cell["outputs"]):
             if "image/png" in data:

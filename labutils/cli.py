@@ -505,28 +505,30 @@ def labs(
     student: Student = None,
 ) -> None:
     """Execute notebooks, the four or those named; results go to runs/."""
-    from labutils import pages
+    from labutils.course import labs as notebooks_of
+    from labutils.exhibits import play
 
     if student and (in_place or keep_going):
         raise typer.BadParameter("--student executes nothing: it excludes the other options")
-    unnamed = pages.all_notebooks() if student else pages.core_notebooks()
-    paths = [pages.find_notebook(name) for name in notebooks] or unnamed
+    course = notebooks_of.all_notebooks() if student else notebooks_of.core_notebooks()
+    paths = [notebooks_of.find_notebook(name) for name in notebooks] or course
     if student:
         for path in paths:
-            print(f"wrote {pages.write_student_copy(path, student)}, without outputs")
+            print(f"wrote {notebooks_of.write_student_copy(path, student)}, without outputs")
         return
     make_folder(runs_dir())  # said now, and not after minutes
-    succeeded = [pages.execute(path, in_place=in_place, keep_going=keep_going) for path in paths]
+    how = {"in_place": in_place, "keep_going": keep_going}
+    succeeded = [notebooks_of.execute(path, **how) for path in paths]
     if not notebooks:
-        print(f"wrote {pages.write_exhibits()}")
-    print(f"wrote {pages.write_index()}: it leads to all pages")
+        print(f"wrote {play.write_page(runs_dir())}: open it in a browser")
+    print(f"Open a notebook: jupyter lab {runs_dir()}. All as pages: make site RUNS={runs_dir()}")
     raise typer.Exit(0 if all(succeeded) else 1)
 
 
 @app.command()
 def grade(folder: Path, out: Out = None, timeout: Timeout = 120) -> None:
     """Run submitted notebooks; write scores.csv and misconceptions.csv."""
-    from labutils.pages import grade_folder
+    from labutils.course.labs import grade_folder
 
     out = out or runs_dir() / "grades" / folder.resolve().name
     scores = grade_folder(folder, out, timeout)

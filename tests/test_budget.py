@@ -14,16 +14,17 @@ import pytest
 
 from tests.helpers import REPO
 
-DESK = {"session.py", "guesses.py", "cli.py", "pages.py", "exercises", "exhibits"}
+DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
 CODE_LINES = {
     "kit": 3_977,  # of labutils, what is in no other storey
     "engine": 1_901,  # labutils/prediction
-    "desk": 1_965,  # of labutils, DESK
-    "tests": 7_537,
-    "benchmarks": 2_216,
+    "desk": 1_810,  # of labutils, DESK
+    "tests": 7_568,
+    "benchmarks": 2_220,
+    "docs": 157,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
-PAGE_LINES = 3_935  # HTML, JavaScript, CSS and templates in labutils/
+PAGE_LINES = 3_587  # HTML, JavaScript, CSS and templates in labutils/ and docs/
 WORDS = 3_780  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 98,
@@ -82,7 +83,7 @@ def test_comments_and_docstrings_are_free():
 
 def test_each_storey_stays_within_its_budget():
     n_lines = dict.fromkeys(CODE_LINES, 0)
-    for folder in ("labutils", "tests", "benchmarks"):
+    for folder in ("labutils", "tests", "benchmarks", "docs"):
         for path in (REPO / folder).rglob("*.py"):
             if "node_modules" not in path.parts:
                 n_lines[storey(path)] += code_lines(path.read_text(encoding="utf-8"))
@@ -92,7 +93,8 @@ def test_each_storey_stays_within_its_budget():
 
 def test_pages_stay_within_the_budget():
     endings = {".html", ".js", ".css", ".j2"}
-    paths = [path for path in (REPO / "labutils").rglob("*") if path.suffix in endings]
+    folders = REPO / "labutils", REPO / "docs"
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in endings]
     n_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
     assert paths and n_lines <= PAGE_LINES, f"{n_lines:,} lines. {WAYS_OUT}"
 

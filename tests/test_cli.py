@@ -15,8 +15,8 @@ import torch
 from labutils import cli
 from labutils.cli import main
 from labutils.config.card import CARDS
+from labutils.course.labs import core_notebooks
 from labutils.memory.ledger import at_least
-from labutils.pages import core_notebooks
 from labutils.training.record import RunRecord, load_record
 from tests.helpers import REPO, TINY
 

@@ -9,8 +9,8 @@ import sys
 import nbformat
 import pytest
 
-from labutils import pages
 from labutils.cli import main
+from labutils.course import labs
 from tests.helpers import REPO
 from tests.test_cli import started
 
@@ -32,9 +32,9 @@ def test_a_student_copy_has_no_outputs_and_no_solutions(tmp_path, capsys):
     assert "exists already; choose another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", pages.all_notebooks(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", labs.all_notebooks(), ids=lambda path: path.stem)
 def test_a_copy_says_where_to_guess_and_nothing_of_outputs(path, tmp_path):
-    copy = nbformat.read(pages.write_student_copy(path, tmp_path), as_version=4)
+    copy = nbformat.read(labs.write_student_copy(path, tmp_path), as_version=4)
     code = "\n".join(cell.source for cell in copy.cells if cell.cell_type == "code")
     assert code.count("lab.guess(") == code.count(", ...)") > 0
     texts = [cell.source for cell in copy.cells if cell.cell_type == "markdown"]
@@ -51,7 +51,7 @@ def test_a_copy_says_where_to_guess_and_nothing_of_outputs(path, tmp_path):
 )
 def test_a_notebook_of_the_course_has_short_names(name, path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # not the course's folder
-    assert pages.find_notebook(name) == REPO / path
+    assert labs.find_notebook(name) == REPO / path
 
 
 def test_a_wrong_name_ends_before_anything_runs_and_names_the_notebooks(runs, capsys):
@@ -86,11 +86,6 @@ def test_a_file_that_is_no_notebook_is_named_as_such(content, reason, tmp_path, 
         assert f"{path} is not a notebook: {reason}" in capsys.readouterr().err
 
 
-def test_a_page_without_runs_says_so(runs):
-    text = pages.write_index().read_text(encoding="utf-8")
-    assert "<p>No run of yours is recorded yet: <code>" in text and "&lt;" not in text
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals of this kind")
 def test_ctrl_c_keeps_what_was_executed_and_begins_no_other_notebook(runs, tmp_path):
     sources = "print('as far as this')", "import time; time.sleep(99)"
@@ -106,7 +101,6 @@ def test_ctrl_c_keeps_what_was_executed_and_begins_no_other_notebook(runs, tmp_p
     assert process.returncode == 130 and err.endswith("interrupted in long.ipynb\n")
     assert "02-" not in out and not list(runs.glob("02-*"))
     assert "as far as this" in (runs / "long.ipynb").read_text("utf-8")
-    assert "as far as this" in (runs / "long.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("keep_going", [False, True])
@@ -125,18 +119,12 @@ def test_what_follows_a_cell_that_fails_is_executed_if_asked_for(
     assert ("failed: cells 0 of fails.ipynb" in capsys.readouterr().err) == keep_going
 
 
-def test_an_answer_is_folded_on_a_page():
-    text = "Why?\n\n<details><summary>Answer</summary>\n\nThus.\n\n</details>\n\nGo on."
-    page = pages.page(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]))
-    assert re.search(r"<details><summary>Answer</summary>\s*<p>Thus\.</p>\s*</details>", page)
-
-
 def test_a_progress_bar_is_kept_as_it_ended(runs, tmp_path):
     path = tmp_path / "bar.ipynb"
     source = "import sys\nfor n in (0, 50, 100): print(f'\\r{n} %', end='', flush=True)\nprint()"
     cells = [nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("{}['gone']")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    assert not pages.execute(path)
+    assert not labs.execute(path)
     bar, error = nbformat.read(runs / "bar.ipynb", as_version=4).cells
     assert [output.text for output in bar.outputs] == ["100 %\n"]
     assert error.outputs[0].traceback == ["KeyError: 'gone'"]  # no frames, no folders

@@ -16,6 +16,8 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+from labutils.files import write_atomically
+
 FOLDER = Path(__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 EITHER = Parameter.POSITIONAL_OR_KEYWORD
@@ -100,3 +102,36 @@ def literal(value: Any) -> str:
 def read(file: str) -> str:
     """Return the text of a file in this folder, without what only its readers need."""
     return LEFT_OUT.sub("", (FOLDER / file).read_text(encoding="utf-8"))
+
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Things to play with</title>
+<link rel="icon" href="data:,">
+<style>
+:root {{ color-scheme: light dark }}
+body {{ max-width: 60rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem;
+  background: #fff; color: #1f2933;
+  font: 17px/1.6 -apple-system, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", sans-serif }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #12161b; color: #e4e8ec }} }}
+h1, h2 {{ line-height: 1.15; letter-spacing: -0.01em }}
+h2 {{ margin-top: 4rem }}
+</style>
+<main>
+<h1>Things to play with</h1>
+<p>Each of them is part of a notebook, and works without one.</p>
+{parts}
+</main>
+</html>
+"""
+
+
+def write_page(folder: Path) -> Path:
+    """Write `exhibits.html`, one page with all exhibits, into a folder; return its path."""
+    shown = {name: player(name)() for name in NAMES}
+    parts = [f'<h2 id="{name}">{it.title}</h2>\n{it.html}' for name, it in shown.items()]
+    target = folder / "exhibits.html"
+    write_atomically(target, PAGE.format(parts="\n".join(parts)).encode())
+    return target

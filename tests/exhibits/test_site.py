@@ -1,0 +1,209 @@
+"""The site that `make site` writes: without a network, on any screen, light and dark."""
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.support.ui import WebDriverWait
+
+from tests.exhibits.conftest import NODE_MODULES, needed
+from tests.helpers import REPO
+
+pytestmark = pytest.mark.slow  # Sphinx is no part of the gate
+pytest.importorskip("sphinx")
+LEFT_OUT = [
+    ".git",
+    ".venv",
+    "*_cache",
+    "runs",
+    "site",
+    "wheels",
+    "node_modules",
+    "__pycache__",
+    "*.egg-info",
+]
+ADDRESS = "https://github.com/someone/lab"
+FITS = "return document.documentElement.scrollWidth <= window.innerWidth"
+UNFOLD = "for (const folded of document.querySelectorAll('details')) folded.open = true;"
+AXE = (
+    UNFOLD
+    + """
+const done = arguments[0];
+const told = ({ id, nodes }) => [id, nodes.map((node) => node.failureSummary)];
+axe.run(document).then(({ violations }) => done(violations.map(told)));
+"""
+)
+TOO_WIDE = """
+return [...document.querySelectorAll(arguments[0])].filter((it) => it.offsetParent &&
+  (it.scrollWidth > it.clientWidth + 1 || it.getBoundingClientRect().right > innerWidth))
+  .map((it) => (it.textContent || it.src).slice(0, 200));
+"""
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """The site of a copy of the course that has an address, and a card that ran notebook 01."""
+    course = tmp_path_factory.mktemp("copy") / "course"
+    shutil.copytree(REPO, course, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    about = (course / "pyproject.toml").read_text(encoding="utf-8")
+    urls = f'[project.urls]\nRepository = "{ADDRESS}"\n\n[project.scripts]'
+    text = about.replace("[project.scripts]", urls)
+    (course / "pyproject.toml").write_text(text, encoding="utf-8")
+    (course / "benchmarks" / "cards" / "h100").mkdir(parents=True)
+    shutil.copy(REPO / "01-Mixed_Precision.ipynb", course / "benchmarks" / "cards" / "h100")
+    command = [sys.executable, "-m", "sphinx", "-c", "docs", ".", "site"]
+    answer = subprocess.run(command, cwd=course, capture_output=True, text=True)
+    assert answer.returncode == 0 and answer.stderr == "", answer.stderr
+    assert "03-Gradient_Checkpointing" in answer.stdout  # a line a page
+    return course / "site"
+
+
+@pytest.fixture(scope="session")
+def address(site):
+    """Where the site is served on this machine."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_) -> None:
+            """Say nothing."""
+
+    handler = partial(Handler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+PAGES = ["index", "exhibits", "README", "01-Mixed_Precision", "04-Memory_Profiling"]
+PAGES += ["docs/contents", "further/where_time_goes", "docs/what_it_saves"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_asks_for_nothing_fits_a_narrow_screen_and_axe_finds_no_violation(
+    name, scheme, address, visit, browser
+):
+    axe = Path(needed(NODE_MODULES / "axe-core" / "axe.min.js", "npm ci --prefix tests/exhibits"))
+    emulated = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
+    visit(f"{address}/{name}.html", 400)  # the fixture looks at requests and at the console
+    assert browser.execute_script(FITS)
+    assert browser.execute_script(TOO_WIDE, ".cell_output img") == []
+    assert not browser.find_elements("css selector", "[data-exhibit]:not([data-live])")
+    browser.execute_script(axe.read_text(encoding="utf-8"))
+    assert browser.execute_async_script(AXE) == []
+
+
+@pytest.mark.parametrize("name", ["01-Mixed_Precision", "02-Gradient_Accumulation"])
+def test_a_wide_screen_has_room_for_the_code_and_a_figure_stands_above_its_own(
+    name, address, visit, browser
+):
+    visit(f"{address}/{name}.html", 1400)
+    assert browser.execute_script(f"{UNFOLD} {TOO_WIDE}", ".cell_input pre") == []
+    figures = browser.find_elements("css selector", ".cell.tag_hide-input")
+    assert len(figures) > 3
+    for cell in figures:
+        code, figure = (cell.find_element("css selector", it) for it in ("summary", "img"))
+        assert code.text == "The code of this figure" and figure.rect["y"] < code.rect["y"]
+    steps = {
+        element.text.rstrip(".:")
+        for element in browser.find_elements("css selector", ".step strong:first-child")
+    }
+    assert {"Guess", "Reconcile", "What you now know"} <= steps
+    assert browser.find_elements("css selector", "math") or name[:2] != "01"
+
+
+class Links(HTMLParser):
+    """The ids of a page, and where its links lead."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids, self.links = set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        facts = dict(attrs)
+        self.ids.add(facts.get("id"))
+        if tag == "a":
+            self.links.add(facts.get("href"))
+
+
+def test_every_link_of_the_site_leads_to_a_page_and_a_place_of_it(site):
+    parsed = {
+        path.resolve(): Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")
+    }
+    broken = []
+    for path, page in parsed.items():
+        for link in page.links - {None}:
+            file, _, place = link.partition("#")
+            if re.match(r"[a-z]+:", link):
+                continue
+            there = (path.parent / file).resolve() if file else path
+            if not there.exists() or (place and place not in parsed[there].ids):
+                broken.append(f"{path.relative_to(site.resolve())}: {link}")
+    assert broken == []
+    notebook = (site / "01-Mixed_Precision.html").read_text(encoding="utf-8")
+    assert (
+        f"colab.research.google.com/github/{ADDRESS.split('/', 3)[3]}" in notebook
+        or ADDRESS in notebook
+    )
+    assert f'href="{ADDRESS}/tree/main/configs"' in (site / "README.html").read_text("utf-8")
+    sizes = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
+    assert sizes < 40_000_000
+    for path in site.rglob("*.html"):  # nothing is loaded from elsewhere
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(
+            r'<(script|img|iframe)[^>]* src="http|<link [^>]*stylesheet[^>]*http', text
+        )
+
+
+def test_a_notebook_leads_to_what_other_machines_printed_and_back(address, visit, browser):
+    for path, other in (
+        ("01-Mixed_Precision", "H100"),
+        ("benchmarks/cards/h100/01-Mixed_Precision", "CPU"),
+    ):
+        visit(f"{address}/{path}.html")
+        links = browser.find_elements("css selector", ".machines a")
+        assert [link.text for link in links] == ["CPU", "H100"]
+        (there,) = [link for link in links if link.text == other]
+        assert there.get_dom_attribute("aria-current") is None
+        there.click()
+        assert browser.find_element("css selector", ".machines [aria-current]").text == other
+    visit(f"{address}/02-Gradient_Accumulation.html")
+    assert not browser.find_elements("css selector", ".machines")
+
+
+def test_a_search_finds_a_page(address, visit, browser):
+    visit(f"{address}/search.html?q=checkpointing")
+    results = browser.find_element("id", "search-results")
+    WebDriverWait(browser, 20).until(lambda _: "03 · Gradient checkpointing" in results.text)
+
+
+def test_the_first_page_has_the_numbers_that_the_notebooks_printed(address, visit, browser):
+    visit(f"{address}/index.html", 1400)
+    numbers = [it.text for it in browser.find_elements("css selector", ".number")]
+    for number, path in zip(numbers, sorted(REPO.glob("0*.ipynb")), strict=True):
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        outputs = json.dumps([cell.get("outputs", []) for cell in notebook["cells"]])
+        (about,) = [notebook["metadata"]["of"]]
+        for part in re.findall(r"\d+(?: %)?", f"{number} {about.partition(' not ')[0]}"):
+            assert re.search(rf"\b{part}\b" if part.isdigit() else part, outputs), part
+    assert browser.find_element("css selector", "pre").text.startswith(f"git clone {ADDRESS}")
+
+
+def test_without_an_address_there_is_no_button_and_runs_can_be_shown(tmp_path, monkeypatch):
+    conf = runpy.run_path(str(REPO / "docs" / "conf.py"))
+    assert bool(conf["html_theme_options"]["launch_buttons"]) == bool(conf["REPOSITORY"])
+    (tmp_path / "01-Mixed_Precision.ipynb").write_text('{"cells": [], "executed": "here"}')
+    monkeypatch.setenv("RUNS", str(tmp_path))
+    source = ["committed"]
+    conf["read_source"](None, "01-Mixed_Precision", source)
+    assert source == ['{"cells": [], "executed": "here"}']
