@@ -56,6 +56,7 @@ html_copy_source = False
 html_math_renderer = "mathml"
 html_theme_options = {
     "show_toc_level": 2,
+    "footer_content_items": ["last-updated.html", "extra-footer.html"],
     "logo": {"text": project},
     "article_header_start": ["toggle-primary-sidebar.html", "switch.html"],
     "repository_url": REPOSITORY,
@@ -89,6 +90,9 @@ def read_source(app, name, source):
         for file, kinds in cell.get("attachments", {}).items():
             ((kind, data),) = kinds.items()
             text = text.replace(f"attachment:{file}", f"data:{kind};base64,{''.join(data).strip()}")
+        for output in cell.get("outputs", []):  # what a figure says to those who do not see it
+            if alt := output.get("metadata", {}).get("image/png", {}).get("alt"):
+                cell["metadata"]["mystnb"] = {"image": {"alt": alt}}
         if cell["cell_type"] == "markdown":
             cell["source"] = re.sub(r"\]\(([^()#:]+)\)", from_here, text)
     source[0] = json.dumps(notebook)
@@ -154,7 +158,7 @@ def first_page():
             bars.append(bar | {"measured": measured, "says": f"{bar['name']} {speed:.2g}"})
     facts = {"cards": cards, "bars": bars, "repository": REPOSITORY, "licence": ABOUT["license"]}
     facts |= {"claim": (place(2), place(3)), "one": place(1), "height": 34 * len(bars)}
-    facts["exhibits"] = {name: getattr(play, name)() for name in PLAY}
+    facts["exhibits"] = {name: getattr(play, name)() for name in PLAY[:8]}
     pictures = {
         name: re.search(r'src="(data:[^"]+)"', it.html) for name, it in facts["exhibits"].items()
     }
@@ -173,7 +177,7 @@ def first_page():
 def write_exhibits(app, exception):
     """Write the page of all exhibits, which is no part of a document."""
     if not exception:
-        play.write_page(Path(app.outdir))
+        play.write_page(Path(app.outdir), PLAY, ' <a href="index.html">The course</a>')
 
 
 def setup(app):

@@ -645,6 +645,8 @@ if pretrained:
     model.load_state_dict(read_weights(cached["model.safetensors"]))
 model = model.to(device)
 training_loss = model
+# gpt2-nano on two cores of an EPYC: 23 s to compile the whole, 15 for a block; steps of 35 ms then,
+# or of 35 to 46, and of 44 without
 if config.compile != "off" and options.by_block:
     for block in model.transformer.h:
         block.compile(dynamic=False)

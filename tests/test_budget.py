@@ -16,30 +16,30 @@ from tests.helpers import REPO
 
 DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
 CODE_LINES = {
-    "kit": 3_977,  # of labutils, what is in no other storey
+    "kit": 3_983,  # of labutils, what is in no other storey
     "engine": 1_901,  # labutils/prediction
-    "desk": 1_810,  # of labutils, DESK
+    "desk": 1_814,  # of labutils, DESK
     "tests": 7_568,
     "benchmarks": 2_220,
-    "docs": 157,  # the site
+    "docs": 161,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
-PAGE_LINES = 3_587  # HTML, JavaScript, CSS and templates in labutils/ and docs/
+PAGE_LINES = 3_627  # HTML, JavaScript, CSS and templates in labutils/ and docs/
 WORDS = 3_780  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
-    "01-Mixed_Precision": 98,
+    "01-Mixed_Precision": 84,
     "02-Gradient_Accumulation": 94,
     "03-Gradient_Checkpointing": 96,
     "04-Memory_Profiling": 95,
     "adapters": 52,
-    "can_you_tell": 53,
+    "can_you_tell": 54,
     "capstone": 39,
     "checkpointing": 51,
     "eight_bits": 55,
-    "frameworks": 56,
+    "frameworks": 58,
     "large_models": 74,
     "rounding": 51,
-    "scaler": 48,
+    "scaler": 50,
     "several_processes": 47,
     "sharding": 53,
     "where_time_goes": 74,

@@ -153,7 +153,7 @@ class Card:
         slow = ratio >= SLOW_RATIO
         # two digits would pretend a precision that a probe of milliseconds does not have
         times = f"about {float(f'{ratio:.1g}'):.0f}" if slow else f"{ratio:.1f}"
-        reason = f"a {row.products} product takes {times} times as long as a float32 one here"
+        reason = f"a {row.products} matmul takes {times} times as long as a float32 one here"
         return Support(True, slow, reason)
 
     def require(self, precision: str) -> Support:

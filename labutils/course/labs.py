@@ -119,8 +119,9 @@ def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> 
     start, interrupted = time.perf_counter(), False
     try:
         with client.setup_kernel(env=os.environ | {"LABUTILS_NOTEBOOK": path.stem}):
-            cells = tqdm(notebook.cells, path.name, unit=" cells", file=sys.stdout, mininterval=0)
-            for number, cell in enumerate(cells):
+            code = [(n, cell) for n, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+            bar = {"unit": " cells", "file": sys.stdout, "mininterval": 0}
+            for number, cell in tqdm(code, path.name, **bar):
                 client.execute_cell(cell, number)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = str(error)

@@ -31,6 +31,7 @@ from labutils.exercises.quiz import (
     products_outside_backward,
     scaler_log,
     self_test,
+    sixteen_bits,
     swiglu_kept,
     useful_del,
 )

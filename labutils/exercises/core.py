@@ -107,5 +107,5 @@ def numbers_in(answer: Any) -> list[float]:
 
 
 def letters_in(answer: Any) -> str:
-    """Return the letters A to E of an answer: "BC" of "b, c", "B and C" or ("B", "C")."""
-    return "".join(re.findall(r"\b[A-E]{1,2}\b", str(answer).upper()))
+    """Return the letters A to F of an answer: "BC" of "b, c", "B and C" or ("B", "C")."""
+    return "".join(re.findall(r"\b[A-F]{1,2}\b", str(answer).upper()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from operator import methodcaller
@@ -121,17 +122,20 @@ h2 {{ margin-top: 4rem }}
 </style>
 <main>
 <h1>Things to play with</h1>
-<p>Each of them is part of a notebook, and works without one.</p>
+<p>Each of them is part of a notebook, and works without one.{home}</p>
 {parts}
 </main>
 </html>
 """
 
 
-def write_page(folder: Path) -> Path:
-    """Write `exhibits.html`, one page with all exhibits, into a folder; return its path."""
-    shown = {name: player(name)() for name in NAMES}
+def write_page(folder: Path, names: Iterable[str] = NAMES, home: str = "") -> Path:
+    """Write `exhibits.html`, one page with all exhibits, into a folder; return its path.
+
+    `names` gives their order, `home` a link to what the page belongs to.
+    """
+    shown = {name: player(name)() for name in names}
     parts = [f'<h2 id="{name}">{it.title}</h2>\n{it.html}' for name, it in shown.items()]
     target = folder / "exhibits.html"
-    write_atomically(target, PAGE.format(parts="\n".join(parts)).encode())
+    write_atomically(target, PAGE.format(parts="\n".join(parts), home=home).encode())
     return target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -23,10 +23,15 @@ from labutils.plotting.style import (
 from labutils.training.record import RunRecord, labels
 
 
-def speed_and_memory(records: Sequence[RunRecord], cards: pd.DataFrame | None = None) -> np.ndarray:
+def speed_and_memory(
+    records: Sequence[RunRecord],
+    cards: pd.DataFrame | None = None,
+    speeds: Mapping[str, float] | None = None,
+) -> np.ndarray:
     """Draw speed, and memory by category, beside what tutorials claim; return the two axes.
 
-    Speed is tokens per second, as a multiple of the first run's on the same device. `cards` has
+    Speed is tokens per second, as a multiple of the first run's on the same device, or what
+    `speeds` says of a precision, if it was measured better. `cards` has
     milliseconds of equal steps on other devices, with columns `card` and `precision`, and
     `measured`, `predicted`, `published`: what was measured here is filled, what is predicted is
     outlined, and what others published is a mark across the bar. A run that took no step is left
@@ -37,7 +42,9 @@ def speed_and_memory(records: Sequence[RunRecord], cards: pd.DataFrame | None = 
     trained = [record for record in records if record.timing]
     runs = dict(zip(labels(trained), trained, strict=True))
     here = pd.DataFrame({"card": "This machine", "precision": list(runs)})
-    here["measured"] = [1e3 / run.timing.tokens_per_s for run in runs.values()]
+    here["measured"] = [
+        1 / speeds[name] if speeds else 1e3 / run.timing.tokens_per_s for name, run in runs.items()
+    ]
     _speeds(axes[0], pd.concat([here, cards]).reset_index(drop=True))
     peaks = {name: run.memory.categories for name, run in runs.items() if run.memory}
     first = sum(next(iter(peaks.values()), {}).values())

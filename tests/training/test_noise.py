@@ -82,7 +82,7 @@ def test_a_difference_is_said_with_its_unit_and_noise_where_it_decides():
 
 def test_the_rule_on_the_page_is_the_package_s():
     rule: dict = {"lab": lab}
-    for source in code_of("01-Mixed_Precision.ipynb").values():
+    for source in code_of("further/can_you_tell.ipynb").values():
         if "def interval(" in source or "def verdict(" in source:
             exec(source, rule)
     draw, verdicts = random.Random(1), set()
