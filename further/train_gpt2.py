@@ -66,28 +66,37 @@ parser.add_argument("--sample", metavar="TEXT", help="continue a text with that 
 parser.add_argument("--by-block", action="store_true", help="compile one block, for all")
 parser.add_argument("--peak-tflops", type=float, help="a card's peak, to print the share reached")
 options = parser.parse_args()
+with suppress(AttributeError):  # a notebook's output has no encoding
+    sys.stdout.reconfigure(errors="replace")
 
 # ---- One process, or one of several that torchrun has started
-rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+world = int(os.environ.get("WORLD_SIZE", 1))
+rank = int(os.environ.get("RANK", 0)) if world > 1 else 0
 kind = "cuda" if torch.cuda.is_available() else "cpu"
 device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
 
 
 def say(text):
     """Print a line at once, in the first process only."""
-    if rank == 0:
-        print(text, flush=True)
+    try:
+        if rank == 0:
+            print(text, flush=True)
+    except OSError:  # nobody listens: a closed pipe or terminal costs no training
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 def end(code):
-    """End the process; the first one ends last, and torchrun with it."""
+    """End the process; the first one ends last, and torchrun and the other processes with it."""
     if rank > 0:
         time.sleep(1)  # torchrun stops the others as soon as one has ended
         sys.exit(code)
-    launcher = Path(f"/proc/{os.getppid()}/cmdline")  # on Linux
-    words = launcher.read_bytes() if world > 1 and launcher.exists() else b""
+    launcher = Path(f"/proc/{os.getppid()}")  # on Linux
+    words = (launcher / "cmdline").read_bytes() if world > 1 and launcher.exists() else b""
     if code and re.search(b"torchrun|torch.distributed", words):
-        os.kill(os.getppid(), signal.SIGKILL)  # it would print 20 lines beneath our last one
+        others = (launcher / "task" / launcher.name / "children").read_text().split()
+        for number in map(int, [launcher.name, *others]):
+            if number != os.getpid():  # they would print 20 lines beneath our last one
+                os.kill(number, signal.SIGKILL)
     sys.exit(code)
 
 
@@ -400,11 +409,14 @@ def written(text, n):
 
 END = "<|endoftext|>"
 if options.sample is not None:
-    n_positions = n_trained
-    tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+    n_positions, prompt = n_trained, options.sample.encode(errors="replace").decode()
     model = GPT2().to(device)
-    model.load_state_dict(read_weights(folder / "model" / "model.safetensors"))
-    say(options.sample + written(options.sample, 100))
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
+        model.load_state_dict(read_weights(folder / "model" / "model.safetensors"))
+    except Exception as error:  # tokenizers' and safetensors' own kinds
+        refuse(f"--sample: {folder / 'model'} is damaged ({error})")
+    say(prompt + written(prompt, 100))
     raise SystemExit
 
 
@@ -455,11 +467,12 @@ def is_kept(place, write):
     """
     beside = place.with_suffix(".part")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         write(beside)
         shutil.rmtree(place, ignore_errors=True)  # if it is a folder
         beside.replace(place)
     except Exception as error:  # safetensors and torch have kinds of their own
-        free = shutil.disk_usage(folder).free / 2**20
+        free = shutil.disk_usage(folder if folder.exists() else ".").free / 2**20
         say(f"{place} NOT SAVED, with {free:,.1f} MiB of disk free: {one_line(error)}")
         shutil.rmtree(beside) if beside.is_dir() else beside.unlink(missing_ok=True)
         return False
@@ -469,6 +482,8 @@ def is_kept(place, write):
 save_every = options.save_every
 if save_every < 0:
     refuse("--save-every: expected 0 (at the end only) or more steps")
+if options.by_block and config.compile == "off":
+    refuse("--by-block says how to compile; it needs --set compile=default")
 state_file, tokens_file = folder / "state.pt", folder / "tokens.bin"
 tokenizer_file, log_file = folder / "tokenizer.json", folder / "log.jsonl"
 if rank == 0:
@@ -526,6 +541,8 @@ def documents():
     if config.corpus != "stdlib":
         is_of_file = options.config and "corpus" not in overrides
         path = (options.config.parent if is_of_file else Path()) / config.corpus
+        if path.exists() and not path.is_file():
+            refuse(f"corpus: {path} is no file that can be read twice")
         try:
             with path.open(encoding="utf-8-sig") as file:
                 while piece := file.read(2**20) + file.readline(2**20):
@@ -600,17 +617,20 @@ def write_tokens(beside):
 tokens_needed = steps * tokens_per_step * 10 // 9 + 10 * seq_len
 if state:  # a longer run reads the same text again
     tokens_needed = state["tokens_needed"]
-if rank == 0 and not (state and tokens_file.exists()):
-    try:
+is_encoded = tokens_file.exists() and tokenizer_file.exists()
+try:
+    if rank == 0 and not (state and is_encoded):
         tokenizer = tokenizer_of_the_text()
         if not (is_kept(tokenizer_file, write_tokenizer) and is_kept(tokens_file, write_tokens)):
             end(2)
-    except KeyboardInterrupt:
-        refuse("stopped while the text was encoded; nothing was trained")
-# the others wait, and hear from the first with each piece
-while not one_says(rank == 0):
-    pass
-tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    while not one_says(rank == 0):  # the others hear from the first with each piece
+        pass
+except (KeyboardInterrupt, RuntimeError):  # the second in the others
+    refuse("stopped while the text was encoded; nothing was trained")
+try:
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+except Exception as error:  # of tokenizers' own
+    refuse(f"{tokenizer_file} cannot be read; delete it to encode the text again ({error})")
 n_tokens = tokens_file.stat().st_size // 2
 n_sequences = n_tokens // seq_len
 if n_sequences < max(10, micro_batch_size * 10 / 9 + 1):
@@ -679,7 +699,7 @@ scaler = torch.amp.GradScaler(kind, **scaling, enabled=precision == "fp16")
 series = torch.zeros(4, steps, device=device)
 losses, norms, scales, skips = series  # views of its rows
 parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-identity = asdict(config) | {"device": kind, "processes": world}
+identity = asdict(config) | {"device": kind, "processes": world, "by_block": options.by_block}
 with tokens_file.open("rb") as file:
     identity["text"] = hashlib.file_digest(file, "sha256").hexdigest()
 changes_nothing = {"name", "note", "eval_every"}
@@ -700,7 +720,8 @@ def save(done):
         dist.all_gather_object(random, own)
     if rank > 0:
         return True
-    state = {"identity": identity, "done": done, "series": series, "random": random}
+    so_far = series[:, :done].clone()
+    state = {"identity": identity, "done": done, "series": so_far, "random": random}
     state["tokens_needed"] = tokens_needed
     state |= {name: part.state_dict() for name, part in parts.items()}
     return is_kept(state_file, lambda beside: torch.save(state, beside))
@@ -709,6 +730,8 @@ def save(done):
 def restore():
     """Take up the last state; return how many steps it has done."""
     changed = {key: before.get(key) for key in identity if before.get(key) != identity[key]}
+    if "text" in changed:
+        refuse(f"{tokens_file} is not what this run has read; delete it, and name that text again")
     for key in changed.keys() - changes_nothing - may_change.keys():
         refuse(f"{folder} has a run whose {key} was {changed[key]}, now it is {identity[key]}")
     done = state["done"]
@@ -743,6 +766,13 @@ def leave_model(place):
     special = "bos_token", "eos_token", "pad_token"
     facts |= dict.fromkeys([f"{name}_id" for name in special], tokenizer.token_to_id(END))
     (place / "config.json").write_text(json.dumps(facts, indent=1))
+    shutil.copymode(
+        place / "config.json", place / "model.safetensors"
+    )  # it was for its owner alone
+    limits = {"max_length": n_trained} | {
+        name: facts[name] for name in facts if "_token_id" in name
+    }
+    (place / "generation_config.json").write_text(json.dumps(limits, indent=1))
     facts = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": n_trained}
     facts |= dict.fromkeys(special, END)
     (place / "tokenizer_config.json").write_text(json.dumps(facts, indent=1))
@@ -794,6 +824,8 @@ def report(first, n, ms):
     names, rows = ("loss", "grad_norm", "loss_scale", "skipped"), series[:, first:n].T.tolist()
     steps_told = [{"step": i + 1, "learning_rate": rate_of(i)} for i in range(first, n)]
     told = [dict(zip(names, row, strict=True)) for row in rows]
+    for row in told if not config.max_grad_norm else ():
+        del row["grad_norm"]  # nothing has measured it
     log(here | row | costs for here, row in zip(steps_told, told, strict=True))
     loss, norm, scale, _ = rows[-1]
     line = f"step {n}/{steps}: loss {loss:.4f}, rate {rate_of(n - 1):.1e}"
@@ -827,9 +859,10 @@ if options.resume and not state:
 state = None  # as large as three models
 if rank == 0 and log_file.exists():  # steps after the state are done again
     lines = []
-    for line in log_file.read_text().splitlines(keepends=True):
-        with suppress(ValueError):  # half a line
-            lines += [line] if json.loads(line)["step"] <= first else []
+    for line in log_file.read_text(errors="replace").splitlines(keepends=True):
+        with suppress(ValueError, KeyError, TypeError):  # half a line
+            is_last = "held_out_loss" in line and first == steps  # which is told again
+            lines += [line] if json.loads(line)["step"] + is_last <= first else []
     is_kept(log_file, lambda beside: beside.write_text("".join(lines)))
 card = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
 n_tokens = n_training * seq_len
@@ -857,7 +890,7 @@ def note(number, frame):
 handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
 n_before = first * grad_accum_steps * world  # micro-batches; the processes take the rest in turns
 stream = islice(micro_batches(), n_before + rank, None, world)
-start, stops, all_kept = time.perf_counter(), False, True
+start, stops, has_state = time.perf_counter(), False, True
 for step in range(first, steps):
     train_step(step)
     n = step + 1
@@ -875,7 +908,7 @@ for step in range(first, steps):
     if evaluates:
         tell_held_out(n)
     if saves:
-        all_kept = save(n)
+        has_state = save(n)
     if stops:
         break
     reported, start = n, time.perf_counter()
@@ -890,15 +923,17 @@ if world > 1:
     dist.destroy_process_group()
 if rank > 0:
     end(0)
-all_kept = is_kept(folder / "model", leave_model) and all_kept
+has_model = is_kept(folder / "model", leave_model)
 for number, handler in handlers.items():
     signal.signal(number, handler)
 if stops:
-    say(f"stopped after step {n} of {steps}; the same command with --resume continues")
+    way_on = "the same command with --resume continues" if has_state else "its state is lost"
+    say(f"stopped after step {n} of {steps}; {way_on}")
     end(128 + (signals or [signal.SIGTERM])[0])  # another process may have been told
 prompt = tokenizer.decode(held_out[0, :16].tolist())
 say(f"it reads: {prompt}")
 say(f"it writes: {written(prompt, 100)}")
-say(f"GPT2LMHeadModel and AutoTokenizer: .from_pretrained({str(folder / 'model')!r})")
-if not all_kept:
+if has_model:
+    say(f"GPT2LMHeadModel and AutoTokenizer: .from_pretrained({str(folder / 'model')!r})")
+if not (has_model and has_state):
     end(1)

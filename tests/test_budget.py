@@ -19,7 +19,7 @@ CODE_LINES = {
     "kit": 3_983,  # of labutils, what is in no other storey
     "engine": 1_901,  # labutils/prediction
     "desk": 1_814,  # of labutils, DESK
-    "tests": 7_568,
+    "tests": 7_611,
     "benchmarks": 2_220,
     "docs": 161,  # the site
 }
