@@ -33,7 +33,7 @@ PLAY = ["plan", "step", "loss_scale", "number", "allocator", "segments", "window
 PLAY += ["seeds", "allreduce"]
 
 project = "Training optimisation on one GPU"
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx.ext.githubpages"]
 root_doc = "docs/contents"
 documents = ["README.md", "INSTRUCTORS.md", "labutils/README.md", "docs/*.md"]
 include_patterns = ["*.ipynb", "further/*.ipynb", "benchmarks/cards/*/*.ipynb", *documents]

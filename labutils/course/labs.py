@@ -279,7 +279,7 @@ def verdicts_of(path: Path, timeout: float) -> dict[str, str]:
             break
         reasons[stopped] = "ended the kernel, or ignored an interrupt"
         notebook.cells[stopped].metadata["tags"] = [SLOW]
-    verdicts = {}
+    verdicts: dict[str, str] = {}
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             if output.output_type == "error":
@@ -305,9 +305,10 @@ def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> int |
     number = 0
     try:
         with client.setup_kernel(env=os.environ | own | {"MPLBACKEND": "Agg"}):
+            kernel: Any = client.km
             for number, cell in enumerate(notebook.cells):
                 # the end of a cell that catches interrupts
-                end = threading.Timer(timeout + 5, client.km.provisioner.process.kill)
+                end = threading.Timer(timeout + 5, kernel.provisioner.process.kill)
                 end.start()
                 try:
                     client.execute_cell(cell, number)
