@@ -103,6 +103,7 @@ $(VENV)/site: $(VENV)/installed
 RUNS ?=
 site: $(VENV)/site
 	RUNS=$(RUNS) $(BIN)/python -m sphinx -c docs . site
+	@rm -rf jupyter_execute  # myst-nb's, of no use here
 	@echo "wrote site/index.html"
 
 configs: $(VENV)/installed
