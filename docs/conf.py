@@ -41,7 +41,6 @@ nb_execution_mode = "off"
 nb_merge_streams = True
 nb_code_prompt_show = "The code of this figure"
 nb_code_prompt_hide = "The code of this figure"
-nb_mime_priority_overrides = [("*", "text/html", 0)]
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header", "toc.not_included"]

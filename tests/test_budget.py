@@ -21,10 +21,10 @@ CODE_LINES = {
     "desk": 1_815,  # of labutils, DESK
     "tests": 7_611,
     "benchmarks": 2_220,
-    "docs": 161,  # the site
+    "docs": 160,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
-PAGE_LINES = 3_627  # HTML, JavaScript, CSS and templates in labutils/ and docs/
+PAGE_LINES = 3_621  # HTML, JavaScript, CSS and templates in labutils/ and docs/
 WORDS = 3_780  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 84,
