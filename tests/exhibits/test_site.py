@@ -56,8 +56,7 @@ def site(tmp_path_factory) -> Path:
     shutil.copytree(REPO, course, ignore=shutil.ignore_patterns(*LEFT_OUT))
     about = (course / "pyproject.toml").read_text(encoding="utf-8")
     urls = f'[project.urls]\nRepository = "{ADDRESS}"\n\n[project.scripts]'
-    text = about.replace("[project.scripts]", urls)
-    (course / "pyproject.toml").write_text(text, encoding="utf-8")
+    (course / "pyproject.toml").write_text(about.replace("[project.scripts]", urls), "utf-8")
     (course / "benchmarks" / "cards" / "h100").mkdir(parents=True)
     shutil.copy(REPO / "01-Mixed_Precision.ipynb", course / "benchmarks" / "cards" / "h100")
     command = [sys.executable, "-m", "sphinx", "-c", "docs", ".", "site"]
