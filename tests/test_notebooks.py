@@ -364,4 +364,4 @@ def test_odd_paths_and_no_home_folder_work(tmp_path):
             command, cwd=course, env=environment, capture_output=True, text=True
         )
         assert answer.returncode == 0, answer.stderr
-    assert list((course / "runs").glob("名-*.json")) and (course / "runs/01 课.html").exists()
+    assert list((course / "runs").glob("名-*.json")) and (course / "runs/01 课.ipynb").exists()
