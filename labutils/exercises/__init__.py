@@ -28,6 +28,7 @@ from labutils.exercises.quiz import (
     largest_batch,
     leak,
     nvidia_smi,
+    padded_labels,
     products_outside_backward,
     scaler_log,
     self_test,

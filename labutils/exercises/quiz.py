@@ -70,6 +70,7 @@ def peak_of_batch(n: float) -> str:
 
 
 find_bug = choice("find_bug")
+padded_labels = choice("padded_labels")
 accumulation_request = choice("accumulation_request")
 leak = choice("leak")
 products_outside_backward = choice("products_outside_backward")

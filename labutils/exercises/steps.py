@@ -7,7 +7,7 @@ several windows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -98,15 +98,17 @@ def candidates(
     rows = torch.tensor([[len(y)] for _, y in window])
     means = torch.func.jacrev(micro_losses)(weights, window)  # (n, 5): of each micro-batch
     parts = means * rows / rows.sum()
-    whole, clipped_each_time = parts.sum(0), torch.zeros_like(weights)
-    for part in parts:
-        clipped_each_time = clipped(clipped_each_time + part, max_norm)
+    whole = parts.sum(0)
+    each_time, while_scaled = (
+        reduce(lambda total, part, limit=limit: clipped(total + part, limit), parts, 0)
+        for limit in (max_norm, max_norm / LOSS_SCALE)
+    )
     return {
         None: clipped(whole, max_norm),
         "the gradients are not clipped.": whole,
         "the gradients were cleared before the step.": torch.zeros_like(whole),
         "clipped after every micro-batch: parts of the window are cut before they are added.": (
-            clipped_each_time
+            each_time
         ),
         "scaled gradients were compared with max_grad_norm, and the scale taken out afterwards.": (
             clipped(whole, max_norm / LOSS_SCALE)
@@ -118,7 +120,12 @@ def candidates(
         "a mean of means: a row in a small micro-batch weighs more than one in a large "
         f"(rows per micro-batch: {rows.flatten().tolist()}).": means.mean(0),
         "a shorter last window was divided as if it were full.": means.sum(0) / GRAD_ACCUM_STEPS,
+        "the clipping still stands in the loop, where gradients carry the loss scale. It is taken "
+        f"out afterwards, and max_grad_norm / {LOSS_SCALE:g} is left.": while_scaled,
         "sums were added and never divided.": whole * rows.sum(),
+        "each sum was divided by the number of micro-batches: by how many rows should it be?": (
+            whole * rows.sum() / len(rows)
+        ),
         "only the last micro-batch arrived: what the others left in .grad was shrunk or cleared.": (
             parts[-1]
         ),
@@ -198,7 +205,8 @@ def first_problem(step: Step, *sizes: int) -> Problem:
     if problem := wrong_passes(toy, window):
         return problem
     if len(toy.weights) != 2:
-        return f"the optimizer stepped {len(toy.weights) - 1} times, not once."
+        why = "" if len(toy.weights) > 1 else " Nothing called it, or the scaler saw an overflow."
+        return f"the optimizer stepped {len(toy.weights) - 1} times, not once.{why}"
     if toy.is_changed_outside:
         return (
             "the stored weights also change outside the optimizer's step. They stay in float32: "

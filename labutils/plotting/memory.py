@@ -33,9 +33,10 @@ def stacked_memory(
     """Draw {label: {category: bytes}} as stacked bars, in MiB.
 
     Labels "a: b" and "a: c" make a group with the headline a; a label that says "predicted" is
-    hatched. The name of a category stands in its widest piece; if one has no room, a key names all
-    that can be seen: 1/400 of the longest bar. `marks` are {label: bytes} drawn as lines across the
-    bars, for example a guess; None is left out. `xlabel` says of which instant the bytes are.
+    hatched. The name of a category stands in its widest piece; a key names those that have no room
+    there and can be seen: 1/400 of the longest bar. `marks` are {label: bytes} drawn as lines
+    across the bars, for example a guess; None is left out. `xlabel` says of which instant the
+    bytes are.
     """
     ax = new_axis(ax, height=0.3 * len(peaks) + 1.5, grid="")
     longest = max((sum(parts.values()) for parts in peaks.values()), default=0)
@@ -71,14 +72,13 @@ def stacked_memory(
     ax.set_ylim(place + 0.6, 0.35)
     ax.margins(x=0.1)
     ax.set_xlabel(xlabel, loc="left")
-    if not _named_within(ax, widest):
-        names = _in_order(peaks.values(), widest)
+    if names := _in_order(peaks.values(), _without_room(ax, widest)):
         key(ax, names, list(map(color_of, names)))
     return ax
 
 
-def _named_within(ax: Axes, bars: Mapping[str, Rectangle]) -> bool:
-    """Write names into their bars; return whether each of them has room. Others are taken away."""
+def _without_room(ax: Axes, bars: Mapping[str, Rectangle]) -> list[str]:
+    """Write names into their bars; return those that have no room, which are taken away again."""
     names = {}
     for name, bar in bars.items():
         x, y = bar.get_x() + bar.get_width() / 2, bar.get_y() + bar.get_height() / 2
@@ -90,12 +90,12 @@ def _named_within(ax: Axes, bars: Mapping[str, Rectangle]) -> bool:
         }
         names[name] = ax.text(x, y, name, **look)
     ax.figure.draw_without_rendering()  # only now the widths are known
-    fits = True
+    without = []
     for name, text in names.items():
         if text.get_window_extent().width > 0.94 * bars[name].get_window_extent().width:
             text.remove()
-            fits = False
-    return fits
+            without.append(name)
+    return without
 
 
 def _in_order(stacks: Iterable[Mapping[str, float]], seen: Iterable[str]) -> list[str]:

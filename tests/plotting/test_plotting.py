@@ -163,7 +163,7 @@ def test_groups_have_a_headline_and_a_category_without_room_is_in_the_key():
     )
     assert words(ax.get_yticklabels()) == ["forward", "loss", "loss"]
     assert {"none", "block", "parameters"} <= set(words(ax.texts))
-    assert words(ax.get_legend().get_texts()) == ["parameters", "gradients"]
+    assert words(ax.get_legend().get_texts()) == ["gradients"]
     alone = plotting.stacked_memory({"all": {"parameters": MIB}})
     assert alone.get_legend() is None and "parameters" in words(alone.texts)
 

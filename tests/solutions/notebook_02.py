@@ -64,6 +64,7 @@ ADDED = [  # one backward pass for the sum of all losses
 WHOLE = "in [map(torch.cat, zip(*micro_batches))]:"
 DUMMIES = "    for x, _ in list(micro_batches):\n        model(x)\n"
 FIRST_ONLY = ("float16):", "float16, enabled=x is micro_batches[0][0]):")
+TOO_HIGH = '    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)\n'
 WITHOUT_GRAPH = "        with torch.no_grad():\n            model(x)\n"
 OUTER = UNSCALE + CLIP + STEP + UPDATE + ZERO
 WINDOWS = "    while window := list(islice(batches, grad_accum_steps)):\n"
@@ -127,6 +128,9 @@ SOLUTIONS = {
             "it raised RuntimeError": [each_time(UNSCALE)],
             "clipped as a whole: 1.1": [(SCALE, "        if len(y) > 1:\n    " + SCALE)],
             "stepped 4 times": [each_time(UNSCALE, CLIP, STEP, UPDATE, ZERO), (OUTER, "")],
+            "clipping still stands in the loop": [(CLIP, ""), each_time(CLIP)],
+            "by how many rows": [(SUM, ', reduction="sum") / len(micro_batches)')],
+            "the scaler saw an overflow": [(LOOP, TOO_HIGH + LOOP)],
             "clipped after every": [
                 each_time(CLIP.replace("max_grad_norm)", "256 * max_grad_norm)"))
             ],
