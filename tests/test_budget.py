@@ -16,7 +16,7 @@ from tests.helpers import REPO
 
 DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
 CODE_LINES = {
-    "kit": 3_983,  # of labutils, what is in no other storey
+    "kit": 4_002,  # of labutils, what is in no other storey
     "engine": 1_901,  # labutils/prediction
     "desk": 1_825,  # of labutils, DESK
     "tests": 7_615,
@@ -29,7 +29,7 @@ WORDS = 3_780  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 84,
     "02-Gradient_Accumulation": 84,
-    "03-Gradient_Checkpointing": 96,
+    "03-Gradient_Checkpointing": 84,
     "04-Memory_Profiling": 95,
     "adapters": 52,
     "can_you_tell": 54,

@@ -88,7 +88,7 @@ def what_raised(error: Exception, answer: Any) -> str:
             )
         if "NoneType" in str(error):
             return "your function returned None. Is the line with `return` missing?"
-    return f"it raised {type(error).__name__}: {error}"
+    return f"it raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def is_right(problem: Problem) -> bool:

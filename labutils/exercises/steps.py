@@ -117,11 +117,11 @@ def candidates(
             clipped(leftover + whole, max_norm)
         ),
         "the micro-batches' means were added: the gradient grows with their number.": means.sum(0),
-        "a mean of means: a row in a small micro-batch weighs more than one in a large "
+        "a mean of means: a row of a small micro-batch weighs more than one of a large one "
         f"(rows per micro-batch: {rows.flatten().tolist()}).": means.mean(0),
         "a shorter last window was divided as if it were full.": means.sum(0) / GRAD_ACCUM_STEPS,
         "the clipping still stands in the loop, where gradients carry the loss scale. It is taken "
-        f"out afterwards, and max_grad_norm / {LOSS_SCALE:g} is left.": while_scaled,
+        f"out afterwards, and max_grad_norm / {LOSS_SCALE:g}, the scale, is left.": while_scaled,
         "sums were added and never divided.": whole * rows.sum(),
         "each sum was divided by the number of micro-batches: by how many rows should it be?": (
             whole * rows.sum() / len(rows)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from numpy.lib.stride_tricks import sliding_window_view
 
 from labutils.memory.ledger import MIB, MemoryLedger
 from labutils.memory.snapshot import Snapshot
@@ -113,7 +114,7 @@ def _in_order(stacks: Iterable[Mapping[str, float]], seen: Iterable[str]) -> lis
 def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
     """Draw what is alive in one step from left to right, stacked by category.
 
-    Phases are named, and the peak is marked.
+    Phases are named, and the peak is marked. A name stands in its area, or else in a key.
     """
     ax = new_axis(ax, height=3.6, grid="")
     points = []
@@ -138,12 +139,34 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
         ax.axvline(start, color=MUTED, lw=0.8, ls=(0, (2, 2)))
         if end - start > 0.03 * at[-1]:  # else its name has no room
             middle = (start + end) / 2
-            ax.text(middle, 1.2 * top, phase, ha="center", va="center", color=MUTED)
+            over: Look = {"transform": ax.get_xaxis_transform(), "ha": "center", "color": MUTED}
+            ax.text(middle, 0.92, phase, **over)
     ax.set(xlim=(0, at[-1]), ylim=(0, 1.28 * top), xticks=[])
     upright_unit(ax, "MiB allocated")
     ax.set_xlabel(f"operations of one step in order, not in time ({ledger.method})", loc="left")
-    key(ax, list(rows), list(map(color_of, rows)))
+    if names := _without_area(ax, at, rows):
+        key(ax, names, list(map(color_of, names)))
     return ax
+
+
+def _without_area(ax: Axes, at: np.ndarray, rows: Mapping[str, np.ndarray]) -> list[str]:
+    """Write each name into its area, where that is high all along it; return the other names."""
+    grid = np.linspace(0, at[-1], 400)
+    below, without = np.zeros(400), []
+    for name, row in rows.items():
+        above = below + np.interp(grid, at, row)
+        n = 4 * len(name) + 8  # so many of the 400 places has a name in a figure 7 inches wide
+        floor = sliding_window_view(below, n).max(axis=1)
+        room = sliding_window_view(above, n).min(axis=1) - floor
+        i = room.argmax()
+        if room[i] > 0.055 * ax.get_ylim()[1]:
+            look: Look = {"ha": "center", "va": "center", "size": 7.5}
+            place = grid[i + n // 2], floor[i] + room[i] / 2
+            ax.text(*place, name, color=on_color(color_of(name)), **look)
+        else:
+            without.append(name)
+        below = above
+    return without
 
 
 def snapshot(history: Snapshot, ax: Axes | None = None, n_lines: int = 5) -> Axes:
