@@ -133,6 +133,7 @@ def candidates(
         "the step is as many times too long as the loss scale is large: is it ever taken out?": (
             whole * LOSS_SCALE
         ),
+        "the step is far too short: does `update` stand before the step?": whole / LOSS_SCALE,
         "the step is far too short: was the scale taken out more than once?": (
             parts[-1] / LOSS_SCALE
         ),
