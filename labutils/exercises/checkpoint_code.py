@@ -202,8 +202,8 @@ class BugNet(nn.Module):
 
 @exercise(
     "One parameter gets no gradient at all. Which argument of `checkpoint` has to do with it?",
-    "The second run of a segment reads everything afresh. Which tensor has changed by then, and "
-    "in which line?",
+    "The second run of a segment reads everything afresh, also a name from outside the function. "
+    "What has changed by then?",
     "BatchNorm changes its running mean whenever it runs. How often does it run now?",
 )
 def mended_forward(answer: Callable) -> Problem:
