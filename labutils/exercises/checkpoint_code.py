@@ -213,7 +213,7 @@ def mended_forward(answer: Callable) -> Problem:
     if not torch.allclose(trial.output, right.output, rtol=EXACT):
         return "the output is not that of the network without checkpoints."
     if problem := wrong_gradient(trial, right):
-        cause = "Does the second run of a block see the numbers that the first one saw?"
+        cause = "Has something changed by the time that a second run, or backward, reads it?"
         if "no gradient" in problem:
             cause = "Who switched autograd off, or detached?"
         return f"{problem} {cause}"

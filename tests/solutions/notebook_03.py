@@ -142,7 +142,7 @@ SOLUTIONS = {
         broken={
             "Who switched autograd off": [(STEM, STEM.replace("False", "True"))],
             "gradient of blocks.0.0.weight is wrong": [(BLOCK, CAPTURED)],
-            "see the numbers that the first one": [("decay = decay / 2", "decay.div_(2)")],
+            "by the time that a second run": [("decay = decay / 2", "decay.div_(2)")],
             "counter says 2": [(MIX, WITH_NORM)],
             "counter says 1": [("    return", "    net.norm.momentum = 0.0\n    return")],
             "no longer checkpointed: blocks.1, blocks.2.": [(BLOCK, FIRST_BLOCK_ONLY)],
