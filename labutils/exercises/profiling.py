@@ -46,7 +46,7 @@ def planned_peak(ledger: MemoryLedger, answer: Sequence[float]) -> Problem:
     for number, (name, part) in zip(sums, table["parts"].items(), strict=True):
         if problem := problem_of(number, part):
             return f"{name}: {problem}"
-    needed_gib = ledger.reserved_bytes / 2**30 + 0.5  # the context
+    needed_gib = ledger.needed_bytes / 2**30  # with the context, and 2 %
     return (
         f"Right. The sum is {sum(sums):.2f} GiB, and {ledger.peak_gib:.2f} by the ledger. But with "
         f"holes in its segments and the context the card needs {needed_gib:.1f} GiB: these 8 "
