@@ -19,7 +19,7 @@ CODE_LINES = {
     "kit": 4_002,  # of labutils, what is in no other storey
     "engine": 1_901,  # labutils/prediction
     "desk": 1_826,  # of labutils, DESK
-    "tests": 7_615,
+    "tests": 7_616,
     "benchmarks": 2_220,
     "docs": 160,  # the site
 }
