@@ -88,7 +88,8 @@ def what_raised(error: Exception, answer: Any) -> str:
             )
         if "NoneType" in str(error):
             return "your function returned None. Is the line with `return` missing?"
-    return f"it raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    first_line = str(error).strip().split("\n")[0]
+    return f"it raised {type(error).__name__}: {first_line}"
 
 
 def is_right(problem: Problem) -> bool:

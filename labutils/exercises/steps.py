@@ -7,7 +7,7 @@ several windows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,11 +98,10 @@ def candidates(
     rows = torch.tensor([[len(y)] for _, y in window])
     means = torch.func.jacrev(micro_losses)(weights, window)  # (n, 5): of each micro-batch
     parts = means * rows / rows.sum()
-    whole = parts.sum(0)
-    each_time, while_scaled = (
-        reduce(lambda total, part, limit=limit: clipped(total + part, limit), parts, 0)
-        for limit in (max_norm, max_norm / LOSS_SCALE)
-    )
+    whole, each_time, while_scaled = parts.sum(0), 0 * weights, 0 * weights
+    for part in parts:
+        each_time = clipped(each_time + part, max_norm)
+        while_scaled = clipped(while_scaled + part, max_norm / LOSS_SCALE)
     return {
         None: clipped(whole, max_norm),
         "the gradients are not clipped.": whole,
