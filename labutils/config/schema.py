@@ -47,6 +47,7 @@ MOVED = {"save_every": "states of long runs are kept by further/train_gpt2.py --
 CPU_PART = "when_cpu"
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
+TO_HOST = [row.name for row in CHECKPOINTING.values() if row.to_host]
 MOST = 10**9
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountOrOff = Annotated[int, Field(ge=0, le=MOST)]
@@ -130,6 +131,11 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
             "attention",
             is_flash and device_type == "cuda" and precision in NO_AUTOCAST,
             f"flash exists in 16 bits only, not in {precision}; use auto",
+        ),
+        (
+            "compile",
+            value("compile", "off") != "off" and value("gradient_checkpointing") in TO_HOST,
+            "torch.compile cannot take offload's hooks; use gradient_checkpointing: block, say",
         ),
         (
             "pad_vocab",

@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from labutils.config.choices import CHECKPOINTING
@@ -63,12 +62,11 @@ class CheckpointedBlocks(nn.ModuleList):
         if self.policy.to_host:
             with saved_tensors_hooks(self.on_host, lambda bring_back: bring_back()):
                 return unit(hidden)
-        context_fn = noop_context_fn
+        # left out where nothing is selected: torch.compile refuses the default's own function
+        contexts = {}
         if self.policy.keeps_products:
-            context_fn = partial(create_selective_checkpoint_contexts, self.kept)
-        return checkpoint(
-            unit, hidden, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn
-        )
+            contexts["context_fn"] = partial(create_selective_checkpoint_contexts, self.kept)
+        return checkpoint(unit, hidden, use_reentrant=False, preserve_rng_state=True, **contexts)
 
 
 def set_checkpointing(model: nn.Module, policy: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -47,6 +48,19 @@ def mode_and_arguments(
     return mode, {"mode": mode}
 
 
+def with_own_code(function: Callable) -> Callable:
+    """Return a function that calls another, to be compiled in its place.
+
+    torch counts compilations by a function's code, and runs it eagerly after the eighth. Each of
+    these has code of its own.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return FunctionType(call.__code__.replace(), globals(), closure=call.__closure__)
+
+
 class CompiledLoss:
     """`loss_fn(model, batch)` compiled by `torch.compile`; `report` says in words what happened.
 
@@ -68,7 +82,7 @@ class CompiledLoss:
         # the mode, or that it ran eagerly and why
         self.report, how = mode_and_arguments(mode, where.type, accumulates)
         self.eager = loss_fn
-        self.compiled = torch.compile(loss_fn, dynamic=False, **how)
+        self.compiled = torch.compile(with_own_code(loss_fn), dynamic=False, **how)
 
     def __call__(self, model: Any, batch: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
