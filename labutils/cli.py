@@ -38,8 +38,8 @@ RUN = "a name (its newest run), an id, or a record's path"
 COURSE = 'names of the course\'s such as "02" or "scaler", or paths (the four)'
 HERE = "this", "cpu"
 AS_EAGER = (
-    "Memory is counted as if nothing were compiled: four compiled steps of GPT-2 took 19 to 47 % "
-    "less on an H100 (reference/h100_steps.csv)"
+    "Memory is counted as if nothing were compiled, which mostly takes more: torch's compiler does "
+    "not plan this step"
 )
 MEASURED_HERE = "The time of a step on a CPU is not predicted: `labutils run` measures it"
 PLACES = f"a card (--cards lists them), {' or '.join(HERE)} (a100)"
@@ -235,7 +235,7 @@ def predict(
     ledger = asked.prediction.ledger
     budget, whose = _budget(experiment, place, gpu_memory_gib)
     needed = needed_gib(ledger, place)
-    fits = _fits(asked.config, needed, budget)
+    fits = _fits(ledger.method, needed, budget)
     if not as_json:
         print(f"{experiment.name}: {ledger}")
         if budget is not None:
@@ -252,7 +252,7 @@ def predict(
         print("looking for changes that fit …", file=sys.stderr)
     plan = fit(experiment, budget, place) if fits is False and budget is not None else None
     last = plan or asked
-    notes = [_as_eager(asked.config), _sixteen_bits(last, budget) if time else MEASURED_HERE]
+    notes = [_as_eager(ledger.method), _sixteen_bits(last, budget) if time else MEASURED_HERE]
     note = ". ".join(filter(None, notes))
     if as_json:
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
@@ -324,10 +324,10 @@ def advise(
     from labutils.memory.ledger import at_least
     from labutils.prediction.search import advise as advise_on
 
-    table, on_place = advise_on(experiment, place), experiment.on("cuda" if place.gpu else "cpu")
+    table = advise_on(experiment, place)
     (budget, _), facts = _budget(experiment, place, gpu_memory_gib), table.attrs
     if budget is not None:
-        answers = [_fits(on_place, needed, budget) for needed in table["needs GiB"]]
+        answers = [_fits(facts["method"], needed, budget) for needed in table["needs GiB"]]
         table.insert(len(table.columns) - 1, "fits", answers)
     if as_json:
         rows = json.loads(table.reset_index().to_json(orient="records", double_precision=15))
@@ -345,7 +345,7 @@ def advise(
     table = table.round({"saves MiB": 1, "adds ms": 1})
     table["needs GiB"] = table["needs GiB"].map(lambda n: at_least(n * 2**30), na_action="ignore")
     _print_table(table.astype(object).fillna("–"))
-    if note := _as_eager(on_place):
+    if note := _as_eager(facts["method"]):
         print(note)
     if memory:
         print(f"measured in that run: {memory.peak_bytes / 2**20:,.0f} MiB, {memory.method}")
@@ -394,18 +394,19 @@ def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None
     return card.memory_gib, f"{card.name}, {card.memory_gib:g} GiB"
 
 
-def _fits(config: Config, needed_gib: float, budget_gib: float | None) -> bool | None:
-    """Return whether it fits; None: it may, as it is compiled, and needs less than is counted."""
+def _fits(method: str, needed_gib: float, budget_gib: float | None) -> bool | None:
+    """Return whether it fits; None: it may, compiled, as it is counted as if it were not."""
     if budget_gib is None or needed_gib <= budget_gib:
         return True
-    return None if _as_eager(config) else False
+    return None if _as_eager(method) else False
 
 
-def _as_eager(config: Config) -> str:
-    """Return a sentence on the memory of a config that is compiled, or ""."""
-    from labutils.config.choices import COMPILE_MODES
+def _as_eager(method: str) -> str:
+    """Return a sentence on the memory of a compiled step that could not be planned, or ""."""
+    from labutils.memory.ledger import NOT_COMPILED
 
-    return AS_EAGER if COMPILE_MODES[config.compile].is_on else ""
+    _, is_as_eager, reason = method.partition(NOT_COMPILED)
+    return AS_EAGER + reason if is_as_eager else ""
 
 
 def _spare(needed_gib: float, budget_gib: float | None) -> str:
@@ -434,7 +435,7 @@ def _sixteen_bits(plan: Plan, budget_gib: float | None) -> str:
         with suppress(ConfigError, PrecisionUnsupported):  # it may ask for what 16 bits cannot do
             instead = plan.changed({"precision": other.name}, "")
             times, needed = plan.step_ms / instead.step_ms, instead.needed_gib
-            is_too_much = _fits(instead.config, needed, budget_gib) is False
+            is_too_much = _fits(instead.prediction.method, needed, budget_gib) is False
             notes.append(
                 f"With precision={other.name}{' as well' * bool(plan.changes)} a step would take "
                 f"{instead.step_ms:.1f} ms, {times:.1f} times as fast, and a card needs "

@@ -16,16 +16,16 @@ from tests.helpers import REPO
 
 DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
 CODE_LINES = {
-    "kit": 4_002,  # of labutils, what is in no other storey
-    "engine": 1_901,  # labutils/prediction
-    "desk": 1_826,  # of labutils, DESK
-    "tests": 7_616,
-    "benchmarks": 2_220,
+    "kit": 4_015,  # of labutils, what is in no other storey
+    "engine": 2_095,  # labutils/prediction
+    "desk": 1_827,  # of labutils, DESK
+    "tests": 7_758,
+    "benchmarks": 2_299,
     "docs": 160,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
 PAGE_LINES = 3_621  # HTML, JavaScript, CSS and templates in labutils/ and docs/
-WORDS = 3_780  # README, INSTRUCTORS and the package's README
+WORDS = 3_809  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 84,
     "02-Gradient_Accumulation": 84,

@@ -232,21 +232,6 @@ def test_the_cards_are_listed_by_memory(capsys):
     assert [float(row[1]) for row in rows] == sorted(float(row[1]) for row in rows)
 
 
-def test_no_refusal_rests_on_memory_that_is_counted_as_if_nothing_were_compiled(capsys):
-    compiled = ["predict", "fp32", "--set=model=gpt2-nano", "--set=compile=default"]
-    for gib, verdict, fits in ((8, "fits 8.0 GiB", True), (0.6, "may fit 0.6 GiB", None)):
-        assert main([*compiled, f"--gpu-memory-gib={gib}"]) == 0
-        printed, said = capsys.readouterr()
-        assert f"\n{verdict}" in printed and cli.AS_EAGER in printed and "looking" not in said
-        assert main([*compiled, f"--gpu-memory-gib={gib}", "--json"]) == 0
-        answer = json.loads(capsys.readouterr().out)
-        assert answer["fits"] is fits and cli.AS_EAGER in answer["note"] and "fit" not in answer
-        assert answer["method"] == "predicted for a100, not compiled"
-    assert main(["advise", *compiled[1:], "--gpu-memory-gib=0.55"]) == 0
-    printed = capsys.readouterr().out
-    assert " maybe " in printed and " no  " not in printed and cli.AS_EAGER in printed
-
-
 def test_a_fit_with_little_to_spare_says_so(capsys):
     question = ["predict", "bf16", "--set=model=gpt2-nano"]
     assert main([*question, "--json"]) == 0

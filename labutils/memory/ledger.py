@@ -105,6 +105,8 @@ ACTIVATIONS, CAST_WEIGHTS, LOGITS, TEMPORARIES = (
     "temporaries",
 )
 KEPT_AND_TEMPORARY = "activations and temporaries"
+# in the method of a compiled step that is counted as if it were not
+NOT_COMPILED = ", not compiled"
 # on CUDA: what cuBLAS keeps; what blocks are too large
 WORKSPACES, ROUNDING = (
     "library workspaces",

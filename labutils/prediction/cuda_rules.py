@@ -34,9 +34,9 @@ FLOAT32_RESULTS = "softmax.int log_softmax.int sum sum.dim_IntList linalg_vector
 
 
 @contextmanager
-def cuda_rules(flash: bool = True) -> Iterator[None]:
+def cuda_rules(flash: bool = True, is_compiled: bool = False) -> Iterator[None]:
     """Inside, operations on (fake) CPU tensors allocate what CUDA's would. Global to the process
-    while it is open.
+    while it is open. If they are compiled, norms are taken apart by the compiler.
 
     It registers kernels for the CPU's autocast and autograd keys; real CPU tensors must not be
     computed with inside.
@@ -94,7 +94,10 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
             options = {"scale": scale, "enable_gqa": enable_gqa}
             return math_attention(q, k, v, mask, p, causal, **options)[0]
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.empty_like(mask, dtype=q.dtype)
+            if is_compiled:  # as numbers: then layers are seen to share it
+                mask = torch.where(mask, 0.0, -math.inf).to(q.dtype)
+            else:
+                mask = torch.empty_like(mask, dtype=q.dtype)
         efficient_attention = aten._scaled_dot_product_efficient_attention
         return efficient_attention(q, k, v, mask, True, p, causal, scale=scale)[0]
 
@@ -118,7 +121,8 @@ def cuda_rules(flash: bool = True) -> Iterator[None]:
             autocast.impl("cross_entropy_loss", aten.cross_entropy_loss.default.decompose)
         autograd.impl("softmax.int", softmax(aten._softmax))
         autograd.impl("log_softmax.int", softmax(aten._log_softmax))
-        autograd.impl("rms_norm", rms_norm)
+        if not is_compiled:
+            autograd.impl("rms_norm", rms_norm)
         autograd.impl("dropout", dropout)
         autograd.impl("scaled_dot_product_attention", attention)
         yield
@@ -186,7 +190,11 @@ def _widened(argument: Any) -> Any:
 
 
 Rule = Callable[..., int]  # computes bytes
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+PRODUCTS = {
+    getattr(product, overload)
+    for product in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+    for overload in ("default", "out")
+}
 # indices: with more of them the gradient of an embedding is summed after a sort (Embedding.cu)
 SORTED_FROM = 3072
 ROWS_PER_THREAD = 10  # NROWS_PER_THREAD in EmbeddingBackwardKernel.cu

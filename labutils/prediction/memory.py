@@ -25,7 +25,7 @@ from labutils.config.card import CONTEXT_GIB, Card
 from labutils.config.choices import COMPILE_MODES
 from labutils.config.schema import Config, resolve
 from labutils.memory.device_memory import without_expandable_segments
-from labutils.memory.ledger import ROUNDING, WORKSPACES, MemoryLedger
+from labutils.memory.ledger import NOT_COMPILED, ROUNDING, WORKSPACES, MemoryLedger
 from labutils.prediction.allocator import (
     DEFAULT,
     EXPANDABLE,
@@ -35,6 +35,7 @@ from labutils.prediction.allocator import (
     Settings,
     rounded,
 )
+from labutils.prediction.compiled import NoPlan
 from labutils.prediction.trace import (
     BIRTH,
     CATEGORIES,
@@ -58,7 +59,6 @@ ALLOWANCE = 1.1
 # the first makes the optimizer's state, the second finds holes where there were none, the third is
 # as all
 STEPS = 3
-AS_EAGER = ", not compiled"  # in the words of what a run measures
 REPEATED_MICRO_BATCHES = 4  # so many are replayed of a step that has more
 TIMELINE_POINTS = 400
 # of the smallest limit: so far apart may the largest that fails and the smallest that does not be
@@ -106,13 +106,20 @@ def predict_module(
     gone before backward, unless it `keeps_outputs`: in a loop with `logits = model(x)` the name
     holds it until the next batch's replaces it. The ledger's head says which. What `loss_fn` keeps
     counts once.
+    What `torch.compile` has made of the model or of `loss_fn` torch's compiler plans (half a
+    minute for GPT-2). If it refuses, the ledger's head says so, and nothing counts as compiled.
     Raises ValueError for an unknown precision, and, with the line, for a step that depends on its
     data.
     """
     card = machine.card_of(device)
     loop = grad_accum_steps, max_grad_norm, keeps_gradients, keeps_outputs
-    trace = traced_module(model, batch, loss_fn, optimizer, precision, card, *loop)
+    step = model, batch, loss_fn, optimizer, precision, card, *loop
     note = f", outputs {'kept through' if keeps_outputs else 'gone before'} backward"
+    try:
+        trace = traced_module(*step)
+    except NoPlan as refusal:
+        trace = traced_module(*step, as_eager=True)
+        note += f"{NOT_COMPILED}: {refusal}"
     return prediction_of(trace, card, grad_accum_steps, note=note).ledger
 
 
@@ -130,8 +137,12 @@ def needed_gib(ledger: MemoryLedger, device: Device = "a100") -> float:
 
 def predicted(config: Config, card: Card) -> Prediction:
     """Return the prediction for a resolved config."""
-    trace, settings = trace_config(config, card.gpu), allocator_settings(config, card)
-    note = AS_EAGER if COMPILE_MODES[config.compile].is_on else ""
+    settings, note = allocator_settings(config, card), ""
+    is_compiled = COMPILE_MODES[config.compile].is_on
+    try:
+        trace = trace_config(config, card.gpu, is_compiled)
+    except NoPlan as refusal:
+        trace, note = trace_config(config, card.gpu), f"{NOT_COMPILED}: {refusal}"
     return prediction_of(trace, card, config.grad_accum_steps, settings, note)
 
 

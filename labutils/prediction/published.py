@@ -35,9 +35,8 @@ def measured_on_h100(*steps: str) -> pd.DataFrame:
 
     `ms` of a step and `GB` (10⁹ bytes) allocated at its peak were measured, and from `ms` come
     `tokens/s`. Beside them stands what is predicted; the factor for 16 bits and an odd vocabulary
-    was set on this card, after its first miss of 1.32 times. A compiled step's bytes are predicted
-    as if it were not compiled. `reference/h100_steps.csv` names card, torch and date, and has all
-    steps; `make readme` takes these from it.
+    was set on this card, after its first miss of 1.32 times. `reference/h100_steps.csv` names card,
+    torch and date, and has all steps; `make readme` takes these from it.
     """
     table = pd.read_csv(REFERENCE_DIR / "h100.csv", index_col="step")
     return table.loc[list(steps)] if steps else table

@@ -198,7 +198,7 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     `device` as for `predict_memory`. `saves MiB` is of the predicted peak, `adds ms`, on a card, of
     the predicted step; `needs GiB` is the smallest device with it. A change that cannot be made
     says why, without numbers. An index is the change as `--set` takes it. `attrs` have the
-    `device`, and `peak_bytes`, `needed_gib` and `step_ms` of the config as it is.
+    `device`, and `method`, `peak_bytes`, `needed_gib` and `step_ms` of the config as it is.
     Raises what `predict_memory` raises, for the config as it is.
     """
     original = unchanged(config, device)
@@ -219,6 +219,7 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     table = pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("change")
     table = table.sort_values("saves MiB", ascending=False, kind="stable")
     table.attrs = {"device": original.card.name, "peak_bytes": original.peak_bytes}
+    table.attrs["method"] = original.prediction.method
     table.attrs["needed_gib"] = original.needed_gib
     if original.card.gpu:
         table.attrs["step_ms"] = original.step_ms

@@ -27,7 +27,10 @@ from torch._subclasses.fake_tensor import (  # private: no public tensors withou
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode  # private, but documented
+from torch.utils._python_dispatch import (  # private; the second is documented
+    TorchDispatchMode,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only  # private: as torch walks arguments
 
 from labutils.config.card import Card, Gpu
@@ -47,6 +50,7 @@ from labutils.memory.ledger import (
 )
 from labutils.memory.snapshot import NO_LINE, TORCH, own_line
 from labutils.memory.tensors import on_loss_begin, optimizer_tensors
+from labutils.prediction.compiled import NoPlan, compiling, original, planned, plans_made
 from labutils.prediction.cuda_rules import (
     PRODUCTS,
     Rule,
@@ -140,10 +144,10 @@ class Trace:
 class StorageLog(TorchDispatchMode):
     """Notes operations, and birth and death of every storage that they allocate."""
 
-    def __init__(self, gpu: Gpu | None = None) -> None:
+    def __init__(self, gpu: Gpu | None = None, is_compiled: bool = False) -> None:
         """With a `gpu`, what its kernels request for themselves is noted too."""
         super().__init__()
-        self.gpu = gpu
+        self.gpu, self.is_compiled = gpu, is_compiled
         self.phase, self.n_micro_batches = "", 0
         self.segments: list[Segment] = []
         self.events: list[Event] = []  # of the segment that is being traced
@@ -156,6 +160,10 @@ class StorageLog(TorchDispatchMode):
         self.zeros: set[Storage | None] = set()  # which nothing has written to
         # of any module, by id: tensors that are no parameter, buffer or batch, and their twins
         self.others: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def ignore_compile_internals(self) -> bool:
+        """Return whether compiled code runs as such inside; torch asks."""
+        return self.is_compiled
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
@@ -319,8 +327,29 @@ def trace_step(
     """Take the first step of a run on fake tensors inside `log` and return its trace.
 
     `loss_fn` returns the loss to differentiate: it has divided by the number of targets, if at all.
+    Raises NoPlan where the log is of a compiled step, and compiling fails.
     """
     standing: dict[Storage, None] = {}
+
+    def traced_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        if log.gpu:  # it is moved there: in new tensors
+            batch = tree_map_only(torch.Tensor, torch.clone, batch)
+        loss = loss_fn(model, batch)
+        # All that is traced of a GradScaler, whose other work is on a few scalars.
+        return loss * torch.tensor(loss_scale) if loss_scale else loss
+
+    n_plans = plans_made() if log.is_compiled else 0
+    if log.is_compiled:
+        for _ in range(2):  # a first call may set what the second is compiled by
+            with _pop_mode_temporarily(), compiling():  # the log looks away
+                with autocast():
+                    loss = traced_loss(model, micro_batches[0])
+                loss.backward()
+                del loss
+                optimizer.zero_grad()
+        if plans_made() == n_plans:
+            raise NoPlan("torch compiles nothing of it")
+        n_plans = plans_made()
 
     def name_tensors(module: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -331,7 +360,8 @@ def trace_step(
     def name_gradient(parameter: torch.Tensor) -> None:
         log.name(parameter.grad, GRADIENTS)
 
-    hooks = [on_loss_begin(model, partial(log.begin, "loss"))]
+    # compiled code has no hooks to tell phases by
+    hooks = [] if log.is_compiled else [on_loss_begin(model, partial(log.begin, "loss"))]
     for parameter in model.parameters():
         if parameter.requires_grad:
             hooks.append(parameter.register_post_accumulate_grad_hook(name_gradient))
@@ -345,13 +375,6 @@ def trace_step(
     for module in model.modules() if log.gpu else ():
         if isinstance(module, CheckpointedBlocks):
             module.on_host = off_card
-
-    def traced_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        if log.gpu:  # it is moved there: in new tensors
-            batch = tree_map_only(torch.Tensor, torch.clone, batch)
-        loss = loss_fn(model, batch)
-        # All that is traced of a GradScaler, whose other work is on a few scalars.
-        return loss * torch.tensor(loss_scale) if loss_scale else loss
 
     def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
         log.in_lists = True
@@ -372,6 +395,8 @@ def trace_step(
         clip=clip,
         phase=log.begin,
     )
+    if log.is_compiled and plans_made() != n_plans:
+        raise NoPlan("it is compiled again in each step")
     for tensor in optimizer_tensors(optimizer):
         log.name(tensor, OPTIMIZER)
     for hook in hooks:
@@ -399,6 +424,7 @@ def traced_module(
     max_grad_norm: float = 0.0,
     keeps_gradients: bool = False,
     keeps_outputs: bool = False,
+    as_eager: bool = False,
 ) -> Trace:
     """Return the trace of one step of any module on a card. The module is left alone.
 
@@ -407,7 +433,8 @@ def traced_module(
     On a card the optimizer updates lists of tensors where CUDA's default does: its temporaries are
     then as large as all tensors of a group, not as one (`foreach` in `torch.optim.AdamW`).
     Tensors that model or loss hold beside parameters and buffers are counted with these. Raises
-    ValueError, with the line, where a step depends on its data.
+    ValueError, with the line, where a step depends on its data; and NoPlan where a model or a loss
+    that `torch.compile` has made cannot be compiled, unless `as_eager`.
     """
     if not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
         raise ValueError(f"grad_accum_steps: expected 1 or more, got {grad_accum_steps!r}")
@@ -416,7 +443,13 @@ def traced_module(
             "give what makes the optimizer from parameters, as torch.optim."
             f"{type(optimizer).__name__}"
         )
-    with fake_world(card.gpu) as (log, fake), without_data(model):
+    uncompiled = [original(model), original(loss_fn)]
+    is_compiled = uncompiled != [None, None] and not as_eager
+    with fake_world(card.gpu, is_compiled) as (log, fake), without_data(model):
+        model, loss_fn = (
+            part if plain is None else planned(plain, card.gpu) if is_compiled else plain
+            for part, plain in zip((model, loss_fn), uncompiled, strict=True)
+        )
         updates = optimizer(model.parameters())
         for group in updates.param_groups if card.gpu else ():
             is_open = group.get("foreach", False) is None
@@ -504,10 +537,15 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def fake_world(gpu: Gpu | None) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
-    """Inside, tensors have no data, and the log sees what operations would allocate on a device."""
-    rules = cuda_rules(flash=gpu.flash) if gpu else nullcontext()
-    with rules, unwatched_products(), FakeTensorMode() as fake, StorageLog(gpu) as log:
+def fake_world(
+    gpu: Gpu | None, is_compiled: bool = False
+) -> Iterator[tuple[StorageLog, FakeTensorMode]]:
+    """Inside, tensors have no data, and the log sees what operations would allocate on a device,
+    in a step that is compiled or not.
+    """
+    rules = cuda_rules(gpu.flash, is_compiled) if gpu else nullcontext()
+    products = nullcontext() if is_compiled else unwatched_products()
+    with rules, products, FakeTensorMode() as fake, StorageLog(gpu, is_compiled) as log:
         yield log, fake
 
 
@@ -556,25 +594,28 @@ def with_shape(config: Config, micro_batch_size: int, n_micro_batches: int = 1) 
     return config.model_copy(update=shape)
 
 
-def trace_config(config: Config, gpu: Gpu | None) -> Trace:
+def trace_config(config: Config, gpu: Gpu | None, is_compiled: bool = False) -> Trace:
     """Return the first step of a resolved config; without a `gpu` it is traced for a CPU.
+
+    Whatever the config says, it is compiled only if asked for: for `predict_time`, which has rules
+    of its own for what is fused, it is not.
 
     Two micro-batches stand for more: a second one meets the gradients of the first, as all later
     ones do.
     """
     shaped = with_shape(config, config.micro_batch_size, min(config.grad_accum_steps, 2))
-    return _traced(shaped.model_copy(update=SAME).model_dump_json(), gpu)
+    return _traced(shaped.model_copy(update=SAME).model_dump_json(), gpu, is_compiled)
 
 
 @lru_cache(maxsize=32)
-def _traced(config_json: str, gpu: Gpu | None) -> Trace:
+def _traced(config_json: str, gpu: Gpu | None, is_compiled: bool) -> Trace:
     config = Config.model_validate_json(config_json)
     row = PRECISIONS[config.precision]
 
     def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return lm_loss_sum(model, batch, config.loss_chunk_tokens) / config.seq_len
 
-    with fake_world(gpu) as (log, _):
+    with fake_world(gpu, is_compiled) as (log, _):
         with default_dtype(precision.weights_dtype(config.precision)):
             model = float32_model(config, seed=None)  # torch's generator stays as it is
         micro_batches = []
@@ -584,7 +625,7 @@ def _traced(config_json: str, gpu: Gpu | None) -> Trace:
         return trace_step(
             model,
             micro_batches,
-            mean_loss,
+            planned(mean_loss, gpu) if is_compiled else mean_loss,
             build_optimizer(model, config),
             log,
             autocast=partial(precision.autocast, config.precision, ON_CPU),

@@ -23,6 +23,7 @@ from labutils.memory.device_memory import (
     without_expandable_segments,
 )
 from labutils.memory.errors import is_out_of_memory, short_message
+from labutils.memory.ledger import NOT_COMPILED
 from labutils.memory.measure import measure_step
 from labutils.techniques.precision import tf32
 from labutils.techniques.schedule import learning_rate_at
@@ -195,9 +196,12 @@ def _train_and_measure(
     record.outcome, record.reason = "completed", ""
     loss_fn, compiled = work.loss_fn, ""
     if COMPILE_MODES[config.compile].is_on:
-        record.environment["torch.compile"] = loss_fn.report
-        # compiled code has no hooks to tell phases by
-        loss_fn, compiled = loss_fn.eager, ", not compiled"
+        mode = record.environment["torch.compile"] = loss_fn.report
+        # a CUDA graph allocates nothing when it runs
+        is_graph = device.type == "cuda" and mode in COMPILE_MODES
+        is_graph = is_graph and COMPILE_MODES[mode].spares_launches
+        if is_graph or mode not in COMPILE_MODES:  # or why it ran eagerly
+            loss_fn, compiled = loss_fn.eager, NOT_COMPILED
     window = [to_device(next(data.batches), device) for _ in range(config.grad_accum_steps)]
     try:
         ledger = measure_step(work.model, window, loss_fn, work.optimizer, **options)

@@ -85,7 +85,17 @@ def test_a_run_records_how_it_was_compiled(mode, runs, monkeypatch):
     monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: loss_fn)
     record = lab.run_experiment(lab.load_config("fp32", **TINY, compile=mode), progress=False)
     assert record.environment.get("torch.compile", "off") == mode
-    assert record.memory.method.endswith("not compiled") == (mode == "default")
+    assert "not compiled" not in record.memory.method
+
+
+def test_a_run_that_could_not_be_compiled_says_so_beside_its_bytes(runs, monkeypatch):
+    def failing(model, batch):
+        raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("no"), None)
+
+    monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: failing)
+    record = lab.run_experiment(lab.load_config("fp32", **TINY, compile="default"), progress=False)
+    assert record.environment["torch.compile"].startswith("eagerly")
+    assert record.memory.method.endswith("not compiled")
 
 
 def test_cuda_graphs_are_left_out_where_gradients_accumulate():
