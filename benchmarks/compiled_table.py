@@ -90,7 +90,10 @@ def main(arguments: list[str] | None = None) -> None:
     asked = pd.read_csv(options.of, comment="#").query("card == @card").step
     for text in asked.drop_duplicates():
         torch._dynamo.reset()
+        torch._C._cuda_clearCublasWorkspaces()
         free_memory()
+        if torch.cuda.memory_reserved():
+            raise RuntimeError(f"{torch.cuda.memory_reserved()} bytes are reserved before {text}")
         row = yaml.safe_load(text)
         if "module" in row:
             figures = figures_of_module(row, device)

@@ -367,7 +367,8 @@ def _card(experiment: Config, device: str | None, sheet: Path | None, usual: str
     on = experiment.on("cpu" if name == "cpu" and not sheet else "cuda")
     shape = f"{on.model}, {on.micro_batch_size} × {on.seq_len} tokens, {on.precision}"
     where = place.name if place else name
-    print(f"tracing a training step for {where}: {shape} …", file=sys.stderr)
+    wait = ", compiled, which takes half a minute" * (on.compile != "off")
+    print(f"tracing a training step for {where}: {shape}{wait} …", file=sys.stderr)
     from labutils.machine import card_of
 
     try:
