@@ -17,10 +17,10 @@ from tests.helpers import REPO
 DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
 CODE_LINES = {
     "kit": 4_015,  # of labutils, what is in no other storey
-    "engine": 2_095,  # labutils/prediction
+    "engine": 2_103,  # labutils/prediction
     "desk": 1_828,  # of labutils, DESK
-    "tests": 7_758,
-    "benchmarks": 2_299,
+    "tests": 7_767,
+    "benchmarks": 2_302,
     "docs": 160,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"

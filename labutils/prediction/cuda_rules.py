@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -103,7 +103,9 @@ def cuda_rules(flash: bool = True, is_compiled: bool = False) -> Iterator[None]:
 
     # private: a public Library keeps its kernels for the life of the process
     scoped = partial(torch.library._scoped_library, "aten", "IMPL")
-    with scoped("AutocastCPU") as autocast, scoped("AutogradCPU") as autograd:
+    last = ExitStack()
+    last.callback(_forget_kernels)
+    with last, scoped("AutocastCPU") as autocast, scoped("AutogradCPU") as autograd:
         for name in FLOAT32_ON_CUDA.split():
             if name == "rms_norm" and torch.__version__ < "2.12":  # not in its list yet
                 continue
@@ -125,7 +127,18 @@ def cuda_rules(flash: bool = True, is_compiled: bool = False) -> Iterator[None]:
             autograd.impl("rms_norm", rms_norm)
         autograd.impl("dropout", dropout)
         autograd.impl("scaled_dot_product_attention", attention)
+        _forget_kernels()
         yield
+
+
+def _forget_kernels() -> None:
+    """Let Python look up kernels anew: a compiled step asks for them there, and each answer is
+    kept, also of a rule that is gone.
+    """
+    for name in dir(aten):
+        operation = getattr(aten, name)
+        for overload in getattr(operation, "overloads", list)():
+            getattr(operation, overload)._dispatch_cache.clear()
 
 
 def off_card(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
