@@ -85,7 +85,8 @@ def _plan(gpu: Gpu | None, graph: torch.fx.GraphModule, inputs: list, **how: Any
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
 
-    fake, plan = detect_fake_mode(inputs), ModuleType("plan")
+    fake: Any = detect_fake_mode(inputs)
+    plan: Any = ModuleType("plan")
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         with fake:
@@ -135,7 +136,9 @@ def _call_of(code: str, constants: dict[str, torch.Tensor]) -> Callable[[list], 
     text = CALL.search(code)[0]
     for there, here in NOT_HERE.items():
         text = text.replace(there, here)
-    world = {name: lambda *_: None for name in (*CPU_KERNEL.findall(text), "get_raw_stream")}
+    world: dict[str, Any] = {
+        name: lambda *_: None for name in (*CPU_KERNEL.findall(text), "get_raw_stream")
+    }
     world |= {name: torch.empty_like(value) for name, value in constants.items()}
     world |= {f"empty_strided_{where}": empty for where in ("cuda", "cpu", "cpu_pinned")}
     world |= {"torch": torch, "aten": torch.ops.aten, "extern_kernels": extern_kernels}
