@@ -203,11 +203,8 @@ def _widened(argument: Any) -> Any:
 
 
 Rule = Callable[..., int]  # computes bytes
-PRODUCTS = {
-    getattr(product, overload)
-    for product in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-    for overload in ("default", "out")
-}
+PRODUCT_KINDS = aten.mm, aten.addmm, aten.bmm, aten.baddbmm
+PRODUCTS = {getattr(kind, how) for kind in PRODUCT_KINDS for how in ("default", "out")}
 # indices: with more of them the gradient of an embedding is summed after a sort (Embedding.cu)
 SORTED_FROM = 3072
 ROWS_PER_THREAD = 10  # NROWS_PER_THREAD in EmbeddingBackwardKernel.cu

@@ -17,6 +17,7 @@ from labutils.config.card import CONTEXT_GIB, CPU, Card, PrecisionUnsupported
 from labutils.config.choices import (
     ATTENTION,
     CHECKPOINTING,
+    COMPILE_MODES,
     EACH_BLOCK,
     MODELS,
     OPTIMIZERS,
@@ -281,14 +282,15 @@ def largest_micro_batch(
     """
     run = resolve(config, machine.card_of(device))
     few, more = FEW_SEQUENCES
+    has_others = run.config.loss_chunk_tokens or COMPILE_MODES[run.config.compile].is_on
 
     @cache
     def of(size: int) -> Prediction:
         return predicted(with_shape(run.config, size), run.card)
 
     def fits(size: int) -> bool:
-        # few sequences tell about all, but of a loss in chunks: it has other operations
-        if size <= more or run.config.loss_chunk_tokens or run.card.gpu is None:
+        # few sequences tell about all, but where other operations run: in chunks, or compiled
+        if size <= more or has_others or run.card.gpu is None:
             return of(size).fits(budget_gib)
         requests = with_more_sequences(of(few).requests, of(more).requests, size - few)
         return replace(of(few), requests=requests).fits(budget_gib)

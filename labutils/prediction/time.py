@@ -181,9 +181,8 @@ def predict_module_time(
     `n_tokens` of a step are needed for `tokens_per_s` alone.
     """
     card = machine.card_of(device)
-    options = {"grad_accum_steps": grad_accum_steps} | loop
-    # as it stands: nothing is known of a compiled module's time
-    options["as_eager"] = True
+    # of a compiled module's time nothing is known
+    options = {"grad_accum_steps": grad_accum_steps, "as_eager": True} | loop
     trace = traced_module(model, batch, loss_fn, optimizer, precision, card, **options)
     clock = Clock(card, tf32=PRECISIONS[precision_on(precision, card)].tf32)
     clock.run(segments_of(trace, grad_accum_steps))

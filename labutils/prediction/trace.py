@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (  # private: no public tensors withou
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import (  # private; the second is documented
+from torch.utils._python_dispatch import (  # private; the first is documented
     TorchDispatchMode,
     _pop_mode_temporarily,
 )

@@ -130,6 +130,12 @@ def test_a_step_in_backward_needs_one_whole_micro_batch(write):
         assert reason in str(caught.value).splitlines()[0]
 
 
+def test_a_compiler_does_not_take_what_goes_to_the_host(write):
+    with pytest.raises(ConfigError, match="cannot take offload's hooks"):
+        load_config(write(), gradient_checkpointing="offload", compile="default")
+    assert load_config(write(), gradient_checkpointing="block", compile="default").compile
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
