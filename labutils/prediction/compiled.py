@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from labutils.config.card import Gpu
-from labutils.techniques.compiling import with_own_code
+from labutils.techniques.compiling import silence_known_warnings, with_own_code
 
 ON_CARD = torch.device("cuda", 0)
 # of Inductor: one function, each time anew, without checks of strides
@@ -55,6 +55,7 @@ def planned(part: Callable, gpu: Gpu | None) -> Callable:
     """
     from torch._inductor.compile_fx import compile_fx  # seconds, which an eager step does not pay
 
+    silence_known_warnings()
     backend = partial(compile_fx, inner_compile=partial(_plan, gpu))
     plan = torch.compile(with_own_code(part), backend=backend, dynamic=False)
     if not isinstance(part, nn.Module):
