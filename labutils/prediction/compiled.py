@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils._pytree import tree_map_only
 
 from labutils.config.card import Gpu
@@ -49,7 +50,7 @@ def original(part: Any) -> Any:
     return getattr(part, "_torchdynamo_orig_callable", None)
 
 
-def planned(part: Callable, gpu: Gpu | None) -> Callable:
+def planned(part: Any, gpu: Gpu | None) -> Any:
     """Return a loss or a model as `torch.compile` would run it on a card, or without one on a CPU:
     it takes fake tensors, and allocates and frees what compiled code would.
     """
@@ -60,9 +61,17 @@ def planned(part: Callable, gpu: Gpu | None) -> Callable:
     plan = torch.compile(with_own_code(part), backend=backend, dynamic=False)
     if not isinstance(part, nn.Module):
         return plan
-    model = torch.compile(part, backend="eager")  # only to have all that a compiled model has
+    model: Any = torch.compile(part, backend="eager")  # only to have all that a compiled model has
     model.forward = plan
     return model
+
+
+def as_traced(part: Any, gpu: Gpu | None, is_compiled: bool) -> Any:
+    """Return what `torch.compile` has made as a plan, or as it was before; all else as it is."""
+    plain = original(part)
+    if plain is None:
+        return part
+    return planned(plain, gpu) if is_compiled else plain
 
 
 def plans_made() -> int:
@@ -72,15 +81,16 @@ def plans_made() -> int:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Turn whatever is raised inside into NoPlan."""
+    """Inside, the log looks away; whatever is raised there becomes NoPlan."""
     try:
-        yield
+        with _pop_mode_temporarily():
+            yield
     except Exception as error:
         first, *_ = str(getattr(error, "inner_exception", error)).strip().splitlines() or [""]
         raise NoPlan(f"{type(error).__name__}: {first}") from error
 
 
-def _plan(gpu: Gpu | None, graph: torch.fx.GraphModule, inputs: list, **how: Any) -> Callable:
+def _plan(gpu: Gpu | None, graph: torch.fx.GraphModule, inputs: list, **how: Any) -> Any:
     """Return what Inductor would load for a graph of a forward or a backward pass."""
     from torch._guards import detect_fake_mode
     from torch._inductor import compile_fx, config
@@ -112,7 +122,7 @@ def _plan(gpu: Gpu | None, graph: torch.fx.GraphModule, inputs: list, **how: Any
         patch.object(compile_fx, "fake_tensor_prop", lambda *_, **__: fake),
         patch.object(torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x)),
         patch.object(torch.Tensor, "copy_", lambda x, *how: torch.ops.aten.copy_(x, *how)),
-        _card_without_kernels(gpu),
+        _card_without_kernels(gpu) if gpu else nullcontext(),
     ):
         as_is = compile_fx.compile_fx_inner(graph, inputs, **how)
     return vars(plan).get("call", as_is)  # a graph without operations is not compiled
@@ -134,7 +144,7 @@ def _call_of(code: str, constants: dict[str, torch.Tensor]) -> Callable[[list], 
     def with_state(*call: Any, **kwargs: Any) -> Any:
         return torch.empty(16, dtype=torch.uint8), from_state(None, *call, **kwargs)
 
-    text = CALL.search(code)[0]
+    text = CALL.findall(code)[0]
     for there, here in NOT_HERE.items():
         text = text.replace(there, here)
     world: dict[str, Any] = {
@@ -152,11 +162,8 @@ def _call_of(code: str, constants: dict[str, torch.Tensor]) -> Callable[[list], 
 
 
 @contextmanager
-def _card_without_kernels(gpu: Gpu | None) -> Iterator[None]:
+def _card_without_kernels(gpu: Gpu) -> Iterator[None]:
     """Inside, Inductor plans for a card, there or not, and writes no kernel for it."""
-    if not gpu:
-        yield
-        return
     from torch._dynamo import device_interface
     from torch._inductor import scheduler
     from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
@@ -174,20 +181,13 @@ def _card_without_kernels(gpu: Gpu | None) -> Iterator[None]:
     }
     properties = SimpleNamespace(**facts, minor=minor)
     summary = DeviceProperties(type="cuda", index=0, cc=10 * major + minor, **facts)
-    asked = patch.multiple(
-        torch.cuda,
-        get_device_properties=lambda _=None: properties,
-        get_device_capability=lambda _=None: gpu.capability,
-        # which torch saves around the compiler
-        get_rng_state=partial(torch.empty, 16, dtype=torch.uint8)
-        if not torch.cuda.is_available()
-        else torch.cuda.get_rng_state,
-    )
-
-    class Planned(device_interface.CudaInterface):
-        get_device_properties = staticmethod(lambda _=None: properties)
-        get_compute_capability = staticmethod(lambda _=None: summary.cc)
-        is_bf16_supported = staticmethod(lambda including_emulation=False: gpu.has_bf16)
+    get_rng_state = torch.cuda.get_rng_state  # whose state torch saves around the compiler
+    if not torch.cuda.is_available():
+        get_rng_state = partial(torch.empty, 16, dtype=torch.uint8)
+    interface: Any = type("Planned", (device_interface.CudaInterface,), {})
+    interface.get_device_properties = staticmethod(lambda *_: properties)
+    interface.get_compute_capability = staticmethod(lambda *_: summary.cc)
+    interface.is_bf16_supported = staticmethod(lambda *_, **__: gpu.has_bf16)
 
     def call_kernel(kernel: Any, *_: Any, deallocate_ws: bool = True, **__: Any) -> None:
         for workspace in kernel.args.workspace_args:
@@ -197,9 +197,11 @@ def _card_without_kernels(gpu: Gpu | None) -> Iterator[None]:
 
     device_interface.get_interface_for_device("cuda")  # so that all are registered
     with (
-        patch.dict(device_interface.device_interfaces, {"cuda": Planned, "cuda:0": Planned}),
+        patch.dict(device_interface.device_interfaces, {"cuda": interface, "cuda:0": interface}),
         patch.object(DeviceProperties, "create", lambda _: summary),
-        asked,
+        patch.object(torch.cuda, "get_device_properties", lambda _=None: properties),
+        patch.object(torch.cuda, "get_device_capability", lambda _=None: gpu.capability),
+        patch.object(torch.cuda, "get_rng_state", get_rng_state),
         patch.object(scheduler, "has_triton", lambda *_: True),
         patch.object(TritonScheduling, "define_kernel", lambda *_: "left_out"),
         patch.multiple(TritonKernel, codegen_kernel=lambda *_, **__: "", call_kernel=call_kernel),

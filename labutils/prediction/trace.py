@@ -27,10 +27,7 @@ from torch._subclasses.fake_tensor import (  # private: no public tensors withou
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import (  # private; the first is documented
-    TorchDispatchMode,
-    _pop_mode_temporarily,
-)
+from torch.utils._python_dispatch import TorchDispatchMode  # private, but documented
 from torch.utils._pytree import tree_leaves, tree_map_only  # private: as torch walks arguments
 
 from labutils.config.card import Card, Gpu
@@ -50,7 +47,7 @@ from labutils.memory.ledger import (
 )
 from labutils.memory.snapshot import NO_LINE, TORCH, own_line
 from labutils.memory.tensors import on_loss_begin, optimizer_tensors
-from labutils.prediction.compiled import NoPlan, compiling, original, planned, plans_made
+from labutils.prediction import compiled
 from labutils.prediction.cuda_rules import (
     PRODUCTS,
     Rule,
@@ -144,10 +141,12 @@ class Trace:
 class StorageLog(TorchDispatchMode):
     """Notes operations, and birth and death of every storage that they allocate."""
 
-    def __init__(self, gpu: Gpu | None = None, is_compiled: bool = False) -> None:
+    is_compiled = False
+
+    def __init__(self, gpu: Gpu | None = None) -> None:
         """With a `gpu`, what its kernels request for themselves is noted too."""
         super().__init__()
-        self.gpu, self.is_compiled = gpu, is_compiled
+        self.gpu = gpu
         self.phase, self.n_micro_batches = "", 0
         self.segments: list[Segment] = []
         self.events: list[Event] = []  # of the segment that is being traced
@@ -161,9 +160,10 @@ class StorageLog(TorchDispatchMode):
         # of any module, by id: tensors that are no parameter, buffer or batch, and their twins
         self.others: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
-    def ignore_compile_internals(self) -> bool:
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
         """Return whether compiled code runs as such inside; torch asks."""
-        return self.is_compiled
+        return cls.is_compiled
 
     def begin(self, phase: str) -> None:
         """Everything from the next operation on belongs to `phase`."""
@@ -285,6 +285,12 @@ class StorageLog(TorchDispatchMode):
             self.events += [Event(BIRTH, storage), Event(DEATH, storage)]
 
 
+class CompiledLog(StorageLog):
+    """The log of a compiled step."""
+
+    is_compiled = True
+
+
 def _adds_in_place(a: Any, b: Any) -> bool:
     """Return whether autograd would sum these two gradients in place.
 
@@ -338,18 +344,18 @@ def trace_step(
         # All that is traced of a GradScaler, whose other work is on a few scalars.
         return loss * torch.tensor(loss_scale) if loss_scale else loss
 
-    n_plans = plans_made() if log.is_compiled else 0
+    n_plans = compiled.plans_made() if log.is_compiled else 0
     if log.is_compiled:
         for _ in range(2):  # a first call may set what the second is compiled by
-            with _pop_mode_temporarily(), compiling():  # the log looks away
+            with compiled.compiling():
                 with autocast():
                     loss = traced_loss(model, micro_batches[0])
                 loss.backward()
                 del loss
                 optimizer.zero_grad()
-        if plans_made() == n_plans:
-            raise NoPlan("torch compiles nothing of it")
-        n_plans = plans_made()
+        if compiled.plans_made() == n_plans:
+            raise compiled.NoPlan("torch compiles nothing of it")
+        n_plans = compiled.plans_made()
 
     def name_tensors(module: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -395,8 +401,8 @@ def trace_step(
         clip=clip,
         phase=log.begin,
     )
-    if log.is_compiled and plans_made() != n_plans:
-        raise NoPlan("it is compiled again in each step")
+    if log.is_compiled and compiled.plans_made() != n_plans:
+        raise compiled.NoPlan("it is compiled again in each step")
     for tensor in optimizer_tensors(optimizer):
         log.name(tensor, OPTIMIZER)
     for hook in hooks:
@@ -443,13 +449,10 @@ def traced_module(
             "give what makes the optimizer from parameters, as torch.optim."
             f"{type(optimizer).__name__}"
         )
-    uncompiled = [original(model), original(loss_fn)]
-    is_compiled = uncompiled != [None, None] and not as_eager
+    parts = model, loss_fn
+    is_compiled = not as_eager and any(compiled.original(part) is not None for part in parts)
     with fake_world(card.gpu, is_compiled) as (log, fake), without_data(model):
-        model, loss_fn = (
-            part if plain is None else planned(plain, card.gpu) if is_compiled else plain
-            for part, plain in zip((model, loss_fn), uncompiled, strict=True)
-        )
+        model, loss_fn = (compiled.as_traced(part, card.gpu, is_compiled) for part in parts)
         updates = optimizer(model.parameters())
         for group in updates.param_groups if card.gpu else ():
             is_open = group.get("foreach", False) is None
@@ -545,7 +548,8 @@ def fake_world(
     """
     rules = cuda_rules(gpu.flash, is_compiled) if gpu else nullcontext()
     products = nullcontext() if is_compiled else unwatched_products()
-    with rules, products, FakeTensorMode() as fake, StorageLog(gpu, is_compiled) as log:
+    log_of = CompiledLog if is_compiled else StorageLog
+    with rules, products, FakeTensorMode() as fake, log_of(gpu) as log:
         yield log, fake
 
 
@@ -625,7 +629,7 @@ def _traced(config_json: str, gpu: Gpu | None, is_compiled: bool) -> Trace:
         return trace_step(
             model,
             micro_batches,
-            planned(mean_loss, gpu) if is_compiled else mean_loss,
+            compiled.planned(mean_loss, gpu) if is_compiled else mean_loss,
             build_optimizer(model, config),
             log,
             autocast=partial(precision.autocast, config.precision, ON_CPU),

@@ -63,7 +63,7 @@ class CheckpointedBlocks(nn.ModuleList):
             with saved_tensors_hooks(self.on_host, lambda bring_back: bring_back()):
                 return unit(hidden)
         # left out where nothing is selected: torch.compile refuses the default's own function
-        contexts = {}
+        contexts: dict[str, Any] = {}
         if self.policy.keeps_products:
             contexts["context_fn"] = partial(create_selective_checkpoint_contexts, self.kept)
         return checkpoint(unit, hidden, use_reentrant=False, preserve_rng_state=True, **contexts)
