@@ -179,7 +179,7 @@ def _card_without_kernels(gpu: Gpu) -> Iterator[None]:
         "max_threads_per_block": 1024,
         "warp_size": 32,
     }
-    properties = SimpleNamespace(**facts, minor=minor)
+    properties = SimpleNamespace(**facts, minor=minor, name="planned")  # asked for with CUDA
     summary = DeviceProperties(type="cuda", index=0, cc=10 * major + minor, **facts)
     get_rng_state = torch.cuda.get_rng_state  # whose state torch saves around the compiler
     if not torch.cuda.is_available():
