@@ -17,9 +17,9 @@ from tests.helpers import REPO
 DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
 CODE_LINES = {
     "kit": 4_015,  # of labutils, what is in no other storey
-    "engine": 2_106,  # labutils/prediction
+    "engine": 2_130,  # labutils/prediction
     "desk": 1_828,  # of labutils, DESK
-    "tests": 7_767,
+    "tests": 7_790,
     "benchmarks": 2_302,
     "docs": 160,  # the site
 }
@@ -42,7 +42,7 @@ MINUTES = {  # of a reader, without exercises
     "scaler": 50,
     "several_processes": 47,
     "sharding": 53,
-    "where_time_goes": 74,
+    "where_time_goes": 77,
 }
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 

@@ -30,7 +30,7 @@ from labutils.config.reader import load_config
 from labutils.config.schema import Config, ConfigError, resolve
 from labutils.machine import choose_device
 from labutils.memory.device_memory import free_memory, without_expandable_segments
-from labutils.memory.ledger import GIB, MIB, readable_size
+from labutils.memory.ledger import GIB, MIB, NOT_COMPILED, readable_size
 from labutils.prediction.memory import (
     Device,
     Prediction,
@@ -43,6 +43,7 @@ from labutils.prediction.time import predict_time
 from labutils.prediction.trace import with_shape
 
 Changes = dict[str, Any]  # {key of a config: new value}
+COMPILED: Changes = {"compile": "default"}
 CHUNK_TOKENS = 512
 ROOM = 0.95  # of a budget: a desktop or another process takes some, too
 OTHER_ARITHMETIC = {"precision", "optimizer", "optimizer_in_backward"}
@@ -146,6 +147,11 @@ def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
             {"attention": "auto"},
             "the same sums in another order, without (T, T) matrices",
         ),
+        (
+            card.gpu and not COMPILE_MODES[config.compile].is_on,
+            COMPILED,
+            "the same sums in fused kernels; the first step waits for the compiler",
+        ),
         (not has_chunks, {"loss_chunk_tokens": chunk}, "the same products in smaller pieces"),
     ]
     if not config.optimizer_in_backward:  # which cannot accumulate
@@ -211,6 +217,8 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
             _require_fast(plan, changes)
             saved = original.peak_bytes - plan.peak_bytes
             row = {"saves MiB": saved / MIB, "needs GiB": plan.needed_gib, "costs": cost}
+            if NOT_COMPILED in plan.prediction.method:
+                row["costs"] += "; its bytes as if not compiled: the compiler does not plan it"
             if original.card.gpu:
                 row["adds ms"] = plan.step_ms - original.step_ms
             rows[plan.name] = row
@@ -227,13 +235,17 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     return table
 
 
-def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
+def fit(
+    config: Config, budget_gib: float, device: Device = "a100", may_compile: bool = True
+) -> Plan:
     """Return few changes with which a step fits `budget_gib` of memory; `Plan.fits` tells.
 
     The table's changes are made one after the other until it fits, so that the arithmetic is left
     alone for as long as can be. Then each one goes without which it fits as well, the dearest
     first. The tokens per step stay. A twentieth is left free where no other arithmetic is needed
-    for that alone. If nothing fits, the plan with all changes is returned.
+    for that alone. If nothing fits, the plan with all changes is returned. On a card, changes that
+    take time or other arithmetic stand back if a compiled step alone fits, which takes the
+    compiler half a minute to say; not without `may_compile`.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
     original = plan = unchanged(config, device)
@@ -242,7 +254,8 @@ def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
     goal = ROOM * budget_gib
     taken: list[tuple[Changes, str]] = []
     table = changes_of(original.config, original.card)
-    for changes, cost in machine.late_bar("changes tried", table):
+    quick = [row for row in table if row[0] != COMPILED]  # each compiled trial takes as long
+    for changes, cost in machine.late_bar("changes tried", quick):
         if plan.fits(goal) or (plan.fits(budget_gib) and changes.keys() & OTHER_ARITHMETIC):
             break
         with suppress(ConfigError, PrecisionUnsupported):  # some exclude each other
@@ -251,6 +264,16 @@ def fit(config: Config, budget_gib: float, device: Device = "a100") -> Plan:
             if candidate.peak_bytes <= plan.peak_bytes:
                 plan = candidate
                 taken.append((changes, cost))
+    is_dear = plan.changes.keys() & OTHER_ARITHMETIC or (
+        original.card.gpu and plan.step_ms > original.step_ms
+    )
+    # the update is not compiled, so no plan of the compiler's is below its peak
+    update_gib = sum(original.prediction.ledger.phases["optimizer"].values()) / GIB + CONTEXT_GIB
+    for changes, cost in table:
+        if changes == COMPILED and may_compile and is_dear and update_gib < goal:
+            compiled = original.changed(changes, cost)
+            if compiled.fits(goal):
+                return compiled
     if not plan.fits(goal):
         goal = budget_gib
         if not plan.fits(goal):
@@ -367,7 +390,7 @@ def suggest_changes(config: Config, device: torch.device) -> str:
     if card.gpu and config.memory_limit_gib:
         budget = min(budget, config.memory_limit_gib + context_gib)
     try:
-        plan = fit(config, budget, card)
+        plan = fit(config, budget, card, may_compile=False)  # a hint that comes at once
         is_enough = plan.fits(budget)
         needed = readable_size((plan.needed_gib - context_gib) * GIB)
     except Exception as error:  # a hint must not cost what it is a hint for

@@ -12,13 +12,13 @@ from labutils.cli import main
 from labutils.config.card import CARDS, CONTEXT_GIB
 from labutils.config.reader import parse_overrides
 from labutils.machine import SMALLEST_GIB
-from labutils.prediction import search
+from labutils.prediction import compiled, search
 from labutils.prediction.memory import needed_gib, predict_memory, with_more_sequences
 from labutils.prediction.search import advise, fit, suggest_changes, unchanged
 from labutils.prediction.time import predict_time
 from labutils.prediction.trace import with_shape
 from labutils.training import run as training_run
-from tests.helpers import CPU, predicted_on, slow
+from tests.helpers import CPU, predicted_on, slow, slowest
 
 GIB = 2**30
 SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048}
@@ -87,6 +87,7 @@ def test_what_leaves_the_arithmetic_alone_comes_before_16_bits_and_what_is_learn
     assert order("a100") == [
         "expandable_segments=True",
         "activation=gelu_tanh",
+        "compile=default",
         "loss_chunk_tokens=512",
         "micro_batch_size=2",
         "micro_batch_size=1",
@@ -99,6 +100,26 @@ def test_what_leaves_the_arithmetic_alone_comes_before_16_bits_and_what_is_learn
     for precision in ("fp32", "bf16"):  # which a T4 would emulate
         names = order("t4", precision=precision)
         assert [name for name in names if "precision" in name] == ["precision=fp16"]
+
+
+def test_a_compiled_step_alone_spares_what_takes_time_unless_the_answer_is_wanted_at_once(config):
+    plan = unchanged(config, "a100").changed(search.COMPILED, "")
+    budget = 1.001 * plan.needed_gib / search.ROOM
+    assert fit(config, budget).changes == search.COMPILED
+    at_once = fit(config, budget, may_compile=False)
+    assert at_once.fits(budget) and "compile" not in at_once.changes
+    assert plan.step_ms < unchanged(config, "a100").step_ms < at_once.step_ms
+    on_card, on_cpu = (advise(config, device).index for device in ("a100", "cpu"))
+    assert "compile=default" in on_card and "compile=default" not in on_cpu
+
+
+def test_advice_says_where_the_compiler_does_not_plan_a_step(monkeypatch):
+    def refuse(*_, **__):
+        raise compiled.NoPlan("as a test wants it")
+
+    monkeypatch.setattr(compiled, "_plan", refuse)
+    config = lab.load_config("fp32", **SMALL | {"seq_len": 128, "tokens_per_step": 512})  # unseen
+    assert "as if not compiled" in advise(config).costs["compile=default"]
 
 
 @slow
@@ -114,7 +135,11 @@ def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "optimized" else pytest.param(n, marks=slow) for n in NAMES]
+    "name",
+    [
+        n if n == "optimized" else pytest.param(n, marks=slowest if n == "xl" else slow)
+        for n in NAMES
+    ],
 )
 def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
     device = "rtx4060" if name == "xl" else "cpu"  # there nothing is left that would help xl
