@@ -37,7 +37,13 @@ from labutils.plotting import CATEGORIES, curves
 from labutils.plotting.style import use_style
 from labutils.prediction import allocator as rules
 from labutils.prediction.arithmetic import KEPT_PER_BLOCK, arithmetic_of, n_parameters
-from labutils.prediction.time import EAGER_BAND, LAUNCH_BOUND, WIDE_BAND
+from labutils.prediction.time import (
+    CALL_SECONDS,
+    EAGER_BAND,
+    LAUNCH_BOUND,
+    SLOW_CALL_SECONDS,
+    WIDE_BAND,
+)
 from labutils.techniques import numerics
 from labutils.techniques.numerics import FP16, FP32, FloatFormat, rounded
 from labutils.training.noise import T_95
@@ -343,6 +349,7 @@ def plan(phases: dict[str, dict], update: dict[str, dict]) -> Made:
             "n_fixed": len(tables.FIXED),
             "timed": tables.TIMED,
             "launch_bound": LAUNCH_BOUND,
+            "slow_host": round(SLOW_CALL_SECONDS / CALL_SECONDS, 2),
             "bands": {"eager": EAGER_BAND, "wide": WIDE_BAND},
             "cards": [[name, card.memory_gib] for name, card in CARDS.items()],
             "context_gib": CONTEXT_GIB,

@@ -80,12 +80,17 @@ export function times(data, setting, batch) {
   return before.ms.map((row, card) => {
     if (!row) return null;
     const busy = between(row, batch, data.points);
-    const computed = Math.max(busy, before.host) + update.ms[card];
-    const ms = Math.max(computed, before.host + update.host);
+    // with a host that takes so many times as long
+    const step = (slower) => {
+      const computed = Math.max(busy, slower * before.host) + update.ms[card];
+      return Math.max(computed, slower * (before.host + update.host));
+    };
+    const ms = step(1);
     const launches = 1 - (busy + update.ms[card]) / ms;
     const isWide = launches > data.launch_bound || batch === 1;
     const [below, above] = isWide ? data.bands.wide : data.bands.eager;
-    return { ms, low: ms * (1 - below), high: ms * (1 + above) };
+    const high = Math.max(ms * (1 + above), step(data.slow_host));
+    return { ms, low: ms * (1 - below), high };
   });
 }
 

@@ -96,7 +96,9 @@ def work_of(
         work.flops = _attention_flops(work, given)
     elif formula:
         *batch, rows, columns = outputs[0].shape
-        work.kind = BATCHED if batch and name != "_grouped_mm" else PRODUCT
+        # a layer written with einsum is a batch of one
+        is_batched = math.prod(batch) > 1 and name != "_grouped_mm"
+        work.kind = BATCHED if is_batched else PRODUCT
         work.shape = math.prod(batch), rows, columns
     return work
 
