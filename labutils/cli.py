@@ -249,7 +249,7 @@ def predict(
     if time and not as_json:
         print("", time, sep="\n", flush=True)
     if fits is False:
-        print("looking for changes that fit …", file=sys.stderr)
+        print("looking for changes that fit, up to a minute …", file=sys.stderr)
     plan = fit(experiment, budget, place) if fits is False and budget is not None else None
     last = plan or asked
     notes = [_as_eager(ledger.method), _sixteen_bits(last, budget) if time else MEASURED_HERE]

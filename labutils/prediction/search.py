@@ -244,8 +244,8 @@ def fit(
     alone for as long as can be. Then each one goes without which it fits as well, the dearest
     first. The tokens per step stay. A twentieth is left free where no other arithmetic is needed
     for that alone. If nothing fits, the plan with all changes is returned. On a card, changes that
-    take time or other arithmetic stand back if a compiled step alone fits, which takes the
-    compiler half a minute to say; not without `may_compile`.
+    take time or other arithmetic stand back if a compiled step alone fits; only if `may_compile`,
+    because to know that takes half a minute, and what the changes cost must be predicted.
     Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
     """
     original = plan = unchanged(config, device)
@@ -264,16 +264,13 @@ def fit(
             if candidate.peak_bytes <= plan.peak_bytes:
                 plan = candidate
                 taken.append((changes, cost))
-    is_dear = plan.changes.keys() & OTHER_ARITHMETIC or (
-        original.card.gpu and plan.step_ms > original.step_ms
-    )
-    # the update is not compiled, so no plan of the compiler's is below its peak
-    update_gib = sum(original.prediction.ledger.phases["optimizer"].values()) / GIB + CONTEXT_GIB
-    for changes, cost in table:
-        if changes == COMPILED and may_compile and is_dear and update_gib < goal:
-            compiled = original.changed(changes, cost)
-            if compiled.fits(goal):
-                return compiled
+    compiled = next((original.changed(*row) for row in table if row[0] == COMPILED), None)
+    if may_compile and compiled:
+        is_dear = plan.changes.keys() & OTHER_ARITHMETIC or plan.step_ms > original.step_ms
+        # the update is not compiled: half a minute would be in vain if it alone does not fit
+        update_bytes = sum(original.prediction.ledger.phases["optimizer"].values())
+        if is_dear and update_bytes / GIB + CONTEXT_GIB < goal and compiled.fits(goal):
+            return compiled
     if not plan.fits(goal):
         goal = budget_gib
         if not plan.fits(goal):

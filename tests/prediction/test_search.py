@@ -18,7 +18,7 @@ from labutils.prediction.search import advise, fit, suggest_changes, unchanged
 from labutils.prediction.time import predict_time
 from labutils.prediction.trace import with_shape
 from labutils.training import run as training_run
-from tests.helpers import CPU, predicted_on, slow, slowest
+from tests.helpers import CPU, predicted_on, slow
 
 GIB = 2**30
 SMALL = {"model": "gpt2-nano", "seq_len": 512, "micro_batch_size": 4, "tokens_per_step": 2048}
@@ -102,11 +102,16 @@ def test_what_leaves_the_arithmetic_alone_comes_before_16_bits_and_what_is_learn
         assert [name for name in names if "precision" in name] == ["precision=fp16"]
 
 
-def test_a_compiled_step_alone_spares_what_takes_time_unless_the_answer_is_wanted_at_once(config):
+def test_a_compiled_step_alone_spares_what_takes_time_unless_the_answer_is_wanted_at_once(
+    config, monkeypatch
+):
     plan = unchanged(config, "a100").changed(search.COMPILED, "")
     budget = 1.001 * plan.needed_gib / search.ROOM
     assert fit(config, budget).changes == search.COMPILED
-    at_once = fit(config, budget, may_compile=False)
+    with monkeypatch.context() as patch:
+        # on a GPU here a time needs memory, and it has just run out
+        patch.setattr(search, "predict_time", None)
+        at_once = fit(config, budget, may_compile=False)
     assert at_once.fits(budget) and "compile" not in at_once.changes
     assert plan.step_ms < unchanged(config, "a100").step_ms < at_once.step_ms
     on_card, on_cpu = (advise(config, device).index for device in ("a100", "cpu"))
@@ -135,11 +140,7 @@ def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        n if n == "optimized" else pytest.param(n, marks=slowest if n == "xl" else slow)
-        for n in NAMES
-    ],
+    "name", [n if n == "optimized" else pytest.param(n, marks=slow) for n in NAMES]
 )
 def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
     device = "rtx4060" if name == "xl" else "cpu"  # there nothing is left that would help xl

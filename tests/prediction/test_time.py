@@ -182,7 +182,9 @@ def test_a_layer_by_einsum_is_a_matrix_product_and_a_modules_band_is_that_of_mod
     step = nn.Linear(256, 1024, bias=False), torch.zeros(8, 512, 256), loss
     ledger = lab.predict_module_time(*step, torch.optim.AdamW, device="t4")
     assert set(ledger.operations) & {PRODUCT, BATCHED} == {PRODUCT}
-    assert ledger.high_ms == pytest.approx(1.9 * ledger.step_ms)
+    for card in ("t4", "rtx4060"):  # of which nothing was measured
+        ledger = lab.predict_module_time(*step, torch.optim.AdamW, device=card)
+        assert ledger.high_ms == pytest.approx(1.9 * ledger.step_ms), card
 
 
 def test_accumulation_repeats_micro_batches_and_not_the_update():
