@@ -17,9 +17,9 @@ from tests.helpers import REPO
 DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
 CODE_LINES = {
     "kit": 4_015,  # of labutils, what is in no other storey
-    "engine": 2_140,  # labutils/prediction
+    "engine": 2_146,  # labutils/prediction
     "desk": 1_828,  # of labutils, DESK
-    "tests": 7_805,
+    "tests": 7_907,
     "benchmarks": 2_310,
     "docs": 160,  # the site
 }

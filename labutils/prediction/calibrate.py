@@ -81,7 +81,7 @@ def call_seconds(device: torch.device) -> float:
     step()
     with StorageLog() as log:
         step()
-    n_calls = sum(event.work.calls for event in log.events if event.work)
+    n_calls = sum(event.work.host_calls for event in log.events if event.work)
     times = Timer("step()", globals={"step": step}).blocked_autorange(min_run_time=10 * SECONDS)
     return min(times.times) / n_calls
 
