@@ -3,10 +3,9 @@
 import math
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import labutils as lab
-from tests.solutions.answers import VALUES, Solution, names_of
+from tests.solutions.answers import Solution, names_of
 
 
 def floor_ms(m, n, k, bytes_per_number, tflops, gb_per_s):
@@ -30,30 +29,7 @@ def lost_below(weight, dtype, direction):
     return torch.finfo(dtype).eps * max(spacing, torch.finfo(dtype).smallest_normal) / 2
 
 
-def keeping(*shapes):
-    """Return a policy that keeps attention, and the products with weights of these shapes."""
-
-    def policy(ctx, op, *args, **kwargs):
-        is_kept = "addmm" in str(op) and tuple(args[2].shape) in shapes
-        if is_kept or "scaled_dot_product" in str(op):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
 E4M3 = torch.float8_e4m3fn
-QKV, PROJ, UP = (128, 384), (128, 128), (128, 512)
-BLOCK = names_of(
-    "checkpointing",
-    *("shared", "s1-names", "s1-block", "s1-cost"),
-    lab=lab,
-    torch=torch,
-    device=torch.device("cpu"),
-    checkpoint=checkpoint,
-    block=lab.build_model("gpt2-nano", dropout=0.0, activation="gelu_tanh").transformer.h[0],
-    block_x=torch.randn(4, 256, 128),
-)
 EIGHT_BITS = names_of(
     "eight_bits", "eight-nearest", "a5b4888a", "eight-stored", "eight-judge", torch=torch
 )
@@ -68,11 +44,34 @@ STEP_LENGTHS = names_of(
     F=torch.nn.functional,
     device=torch.device("cpu"),
 )
+PACKING = names_of(
+    "packing",
+    *("pack-texts", "pack-rows", "pack-fit", "pack-faults"),
+    lab=lab,
+    torch=torch,
+    F=torch.nn.functional,
+    device=torch.device("cpu"),
+)
 
 
 def one_scale_per_square(x, block):
     parts = x.reshape(len(x) // block, block, -1, block).transpose(1, 2)
     return rounded(parts, E4M3, block=block * block).transpose(1, 2).reshape(x.shape)
+
+
+def all_is_right(packer, texts):
+    """Take each row apart again: each text is there once, with its own positions and targets."""
+    found = []
+    for ids, labels, positions, document in packer(texts):
+        for number in document.unique():
+            if number >= 0:
+                own = document == number
+                text, places = ids[own], torch.arange(int(own.sum()))
+                is_masked = labels[own][0] == -100 and torch.equal(labels[own][1:], text[1:])
+                if not (is_masked and torch.equal(positions[own], places)):
+                    return False
+                found.append(text.tolist())
+    return sorted(found) == sorted(text.tolist() for text in texts)
 
 
 # (notebook, cell, the answer's name, other names that the cell reads, answers)
@@ -122,6 +121,23 @@ CELLS = [
                 " 419 % off": lambda mean, n, n_window, n_micro: mean,
                 " 200 % off": lambda mean, n, n_window, n_micro: mean * n / n_window * n_micro**2,
             },
+        ),
+    ),
+    (
+        "packing",
+        "pack-judge",
+        "my_test",
+        PACKING,
+        Solution(
+            right=[all_is_right],
+            broken={
+                "fault is: counts on": [("and torch.equal(positions[own], places)", "")],
+                "fault is: trains on borders": [("labels[own][0] == -100 and ", "")],
+                "fault is: loses a text": [
+                    ("sorted(found) == sorted(text.tolist() for text in texts)", "True")
+                ],
+            },
+            wrong={"fault is: none": lambda packer, texts: False},
         ),
     ),
     (
@@ -180,20 +196,4 @@ CELLS = [
             },
         ),
     ),
-    (
-        "checkpointing",
-        "s1-exercise",
-        "chosen_policy",
-        BLOCK,
-        Solution(
-            right=[keeping(PROJ, UP)],
-            wrong={
-                "10.03 times": keeping(QKV, PROJ, UP),
-                "repeats 8.0 %": keeping(QKV, PROJ),
-                "possible": keeping(),
-            },
-        ),
-    ),
-    ("checkpointing", "s5-lengths", "lengths", {}, VALUES["lengths"]),
-    ("checkpointing", "s5-starts", "starts", {}, VALUES["starts"]),
 ]
