@@ -63,13 +63,14 @@ SHARES = PRODUCTS, ATTENTION, MEMORY, LAUNCHES = (
 )
 SHARE_OF = {PRODUCT: PRODUCTS, BATCHED: ATTENTION, FLASH: ATTENTION, EFFICIENT: ATTENTION}
 # Host: from one call by Python to the next, with autograd. Of forward passes that waited for it, on
-# an H20, 672 calls took 21.5 ms (github.com/ShibukiZero/assignment2-systems, ch1/1_1_5c: small, 128
-# tokens, FP32; in BF16 it is 194 casts more, and 22.6). This machine's is measured. Compiled code
-# is taken to need as long for a kernel: on an H100 the small steps of configs/optimized took 57 ms,
-# for 680 kernels that compute for 14.
+# what is very likely an H20, 672 calls took 21.5 ms (github.com/ShibukiZero/assignment2-systems,
+# ch1/1_1_5c: small, 128 tokens, FP32; in BF16 it is 194 casts more, and 22.6). Others report 7 to
+# 20 µs an operation, without a model's Python. This machine's is measured. Compiled code is taken
+# to need as long for a kernel: on an H100 the small steps of configs/optimized took 57 ms, for 680
+# kernels that compute for 14.
 CALL_SECONDS = 32e-6
-# Of a card elsewhere the host is not known: that of our H100 took 51 to 58 µs a call. No upper end
-# of a band is below such a host's time.
+# Of a card elsewhere the host is not known: that of our H100 took 51 to 58 µs a call, by
+# `calibrate.call_seconds`. No upper end of a band is below such a host's time.
 SLOW_CALL_SECONDS = 58e-6
 # Assumed: a kernel's start and end, behind another, whatever it computes.
 KERNEL_SECONDS = 3e-6
@@ -93,10 +94,10 @@ SIXTEEN_BIT_SHARES = {(8, 0): 0.82}  # by compute capability
 # the errors. Equal configs on equal cards differ by 7 %, compiled by 25 %, between three people.
 EAGER_BAND, COMPILED_BAND = (0.20, 0.25), (0.20, 0.40)
 # The same steps took 0.65 to 1.57 times as long as predicted without what was measured on their
-# card. Hosts differ by a factor of two.
+# card. Where the card waits, hosts differ by more than a factor of two.
 WIDE_BAND = 0.40, 0.60
 # Any module: 14 steps of a model with norms, softmax and rotations by hand took 0.95 to 1.26 times
-# as long as predicted (test_time.py, an H20).
+# as long as predicted (test_time.py; very likely an H20).
 MODULE_BAND = 0.20, 0.40
 # Where the peak in 16 bits is assumed it may be twice as much: products then take half as long.
 ASSUMED_BAND = 0.70, 0.60
@@ -154,9 +155,10 @@ def predict_time(config: Config, device: Device = "a100") -> TimeLedger:
     PrecisionUnsupported if the card lacks what it asks for.
 
     The error on the 89 rows of `lab.published()`: 8 % in the median, -4 % in the mean, from 32 %
-    too fast (compiled by torch before 2.6) to 17 % too slow; 87 lie in the band. Without what was
-    measured on their card: 12 % in the median, from 36 % too fast to 53 % too slow. On the 19 that
-    came when the rest of the model stood (ids A, J and O): 19 % in the median.
+    too fast (compiled by torch before 2.6) to 17 % too slow; 87 lie in the band. Of three the time
+    of the host is known, and taken; with the usual one they took 1.2 to 1.8 times as long. Without
+    what was measured on their card: 12 % in the median, from 36 % too fast to 53 % too slow. On the
+    19 that came when the rest of the model stood (ids A, J and O): 19 % in the median.
     """
     run = resolve(config, machine.card_of(device))
     config, precision = run.config, PRECISIONS[run.config.precision]

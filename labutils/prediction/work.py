@@ -115,10 +115,11 @@ def work_of(
 
 
 def _host_share(name: str) -> float:
-    if name == "_to_copy":
+    if name == "_to_copy":  # also those that Python issues
         return CAST_SHARE
-    is_in_backward = torch._C._current_graph_task_id() >= 0
-    return AUTOGRAD_SHARE if is_in_backward else 1.0
+    # autograd computes without gradients; what a checkpoint computes again, Python issues with them
+    is_autograds = torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+    return AUTOGRAD_SHARE if is_autograds else 1.0
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

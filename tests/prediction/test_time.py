@@ -18,7 +18,7 @@ from labutils.config.choices import PRECISIONS
 from labutils.config.schema import resolve
 from labutils.files import REFERENCE_DIR
 from labutils.memory.kinds import BATCHED, ELEMENTS, FLASH
-from labutils.prediction import time
+from labutils.prediction import time, work
 from labutils.prediction.calibrate import call_seconds, measured
 from labutils.prediction.fusion import fuse
 from labutils.prediction.memory import segments_of
@@ -38,6 +38,8 @@ from labutils.prediction.work import PRODUCT, Work
 from labutils.techniques.loss import lm_loss_sum
 from tests.helpers import CPU, slow
 from tests.prediction.by_hand import Transformer, loss_of
+
+BACKWARD = "backward", 0  # of the first micro-batch
 
 
 def works_of(trace):
@@ -204,6 +206,18 @@ def test_recomputation_costs_time():
         for policy in ("none", "block")
     )
     assert 1.15 < checkpointed / plain < 1.4
+
+
+def test_python_issues_what_a_checkpoint_computes_again():
+    by_python = []
+    for policy in ("none", "block"):
+        config = lab.load_config("fp32", gradient_checkpointing=policy, micro_batch_size=1)
+        trace = trace_config(config, CARDS["h100"].gpu)
+        [backward] = [part for part in trace.segments if (part.phase, part.micro_batch) == BACKWARD]
+        works = [event.work for event in backward.events if event.work]
+        by_python.append(sum(work.host_share == 1 for work in works))
+    none, block = by_python
+    assert none <= 1 < 12 * 10 < block
 
 
 def predicted_ms(row, ledger: TimeLedger, card: Card, n_micro_batches: int) -> float:
@@ -401,3 +415,5 @@ def test_a_measured_operation_has_the_work_of_a_predicted_one():
     assert (flops, moved) == (2 * 64**3, 3 * 4 * 64**2)
     assert seconds > 0
     assert 1e-6 < call_seconds(CPU) < 5e-3  # a step has some 230 calls
+    with patch.object(work, "AUTOGRAD_SHARE", 1000.0):  # then a call by Python is a small part
+        assert call_seconds.__wrapped__(CPU) < call_seconds(CPU) / 50

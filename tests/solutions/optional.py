@@ -133,7 +133,7 @@ CELLS = [
             broken={
                 "fault is: counts on": [("and torch.equal(positions[own], places)", "")],
                 "fault is: trains on borders": [("labels[own][0] == -100 and ", "")],
-                "fault is: loses a text": [
+                "fault is: loses a": [
                     ("sorted(found) == sorted(text.tolist() for text in texts)", "True")
                 ],
             },
