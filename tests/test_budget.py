@@ -19,7 +19,7 @@ CODE_LINES = {
     "kit": 4_015,  # of labutils, what is in no other storey
     "engine": 2_146,  # labutils/prediction
     "desk": 1_828,  # of labutils, DESK
-    "tests": 7_928,
+    "tests": 7_929,
     "benchmarks": 2_310,
     "docs": 160,  # the site
 }

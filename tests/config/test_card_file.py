@@ -139,6 +139,7 @@ def test_a_card_reaches_about_what_its_datasheet_says(card):
         share = card.speed.product_rate(kind) / 1e12 / peak
         assert 0.25 <= share <= 1.2  # boost clocks are above the datasheet's on consumer cards
     half, times = card.speed.tflops["float16"], TIMES_FLOAT32.get(card.gpu.capability, 2.0)
+    times = 3.3 if card.name == "h20" else times  # its tensor cores were slowed down for export
     assert not card.speed.assumed and half >= 0.98 * times * card.speed.tflops["float32"]
     if card.has_bf16:
         assert card.speed.tflops["bfloat16"] == half
