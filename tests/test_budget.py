@@ -37,7 +37,7 @@ MINUTES = {  # of a reader, without exercises
     "eight_bits": 55,
     "frameworks": 58,
     "large_models": 75,
-    "packing": 41,
+    "packing": 40,
     "rounding": 51,
     "scaler": 50,
     "several_processes": 47,

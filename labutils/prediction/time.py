@@ -96,7 +96,7 @@ EAGER_BAND, COMPILED_BAND = (0.20, 0.25), (0.20, 0.40)
 # The same steps took 0.65 to 1.57 times as long as predicted without what was measured on their
 # card. Where the card waits, hosts differ by more than a factor of two.
 WIDE_BAND = 0.40, 0.60
-# Any module: 14 steps of a model with norms, softmax and rotations by hand took 0.95 to 1.26 times
+# Any module: 16 steps of a model with norms, softmax and rotations by hand took 0.95 to 1.26 times
 # as long as predicted (test_time.py; very likely an H20).
 MODULE_BAND = 0.20, 0.40
 # Where the peak in 16 bits is assumed it may be twice as much: products then take half as long.

@@ -217,8 +217,7 @@ def test_python_issues_what_a_checkpoint_computes_again():
         [backward] = [part for part in trace.segments if (part.phase, part.micro_batch) == BACKWARD]
         works = [event.work for event in backward.events if event.work]
         by_python.append(sum(work.host_share == 1 for work in works))
-    none, block = by_python
-    assert none <= 1 < 12 * 10 < block
+    assert by_python[0] <= 1 < 12 * 10 < by_python[1]
 
 
 def predicted_ms(row, ledger: TimeLedger, card: Card, n_micro_batches: int) -> float:
@@ -275,28 +274,32 @@ def test_published_steps_are_met_by_a_ledger_that_does_not_know_them():
     for table in tables:
         print(table.round(1).to_string())
         before = table[~table.source.isin(CAME_LAST)]
-        # of those that came last most were compiled by torch 2.5
+        # most of those that came last were compiled by torch 2.5
         assert before.error.abs().median() <= 12 and table.error.abs().median() <= 13
         assert abs(table.error.mean()) <= 6
         assert table.inside.mean() >= 0.85
     known, _ = tables
     for part in ("kind", "source"):
         print(known.groupby(part).error.describe().round(1).to_string())
-    # that of a small compiled step reaches to what a slow host makes of it
-    assert known.width.median() <= 30 and known.width.max() <= 54
+    came_last = known.source.isin(CAME_LAST)
     # the bands were drawn when these had not been seen
-    assert known[known.source.isin(CAME_LAST)].inside.mean() >= 0.9
-    cards = known.groupby("card").error.agg(["size", "min", "max"])
-    is_measured = cards.index.map(lambda name: bool(CARDS[name].speed.reached))
-    often = cards[(cards["size"] >= 4) & is_measured]
+    assert known[came_last].inside.mean() >= 0.9
+    # the band of a small compiled step reaches to what a slow host makes of it
+    assert known.width.max() <= 54 and known[~came_last].width.max() <= 50
+    assert known.width.median() <= 30
+    cards = known[known.card != "a30"].groupby("card").error.agg(["size", "min", "max"])
+    often = cards[cards["size"] >= 4]
     assert (often["min"] < 0).all() and (often["max"] > 0).all()
+    # nothing was measured on an A30: all its rows are too fast, by less than its band
+    assert known[known.card == "a30"].error.between(-25, 0).all()
     # a band drawn around all other sources holds most of a source's steps
     ratios = 1 / (1 + known.error / 100)
     held = []
-    for _, own in ratios.groupby(known.id.str[0]):
+    for _, own in ratios.groupby(known.source):
         others = ratios.drop(own.index)
         held += [*own.between(*others.quantile([0.05, 0.95]))]
-    assert sum(held) / len(held) >= 0.84  # torch 2.5 compiled slower than others did
+    # 75 of 89; one that a slower host lengthens by 0.6 % lies outside since then (G7-4)
+    assert sum(held) / len(held) >= 0.84
 
 
 @pytest.mark.parametrize(
@@ -312,6 +315,8 @@ def test_published_steps_are_met_by_a_ledger_that_does_not_know_them():
         ("small", 1024, "bf16", 35.502, 63.334),
         pytest.param("medium", 128, "fp32", 41.968, 51.163, marks=slow),
         pytest.param("medium", 128, "bf16", 46.359, 47.871, marks=slow),
+        pytest.param("medium", 256, "fp32", 47.393, 91.278, marks=slow),
+        pytest.param("medium", 256, "bf16", 46.913, 48.92, marks=slow),
         pytest.param("medium", 512, "fp32", 94.228, 180.134, marks=slow),
         pytest.param("medium", 512, "bf16", 47.858, 77.747, marks=slow),
         pytest.param("medium", 1024, "fp32", 201.085, 392.607, marks=slow),
@@ -330,7 +335,6 @@ def test_a_model_of_hand_written_operations_takes_as_long_as_its_host_or_its_car
     ledger = lab.predict_module_time(*step, torch.optim.AdamW, precision=precision, device="h20")
     passes_ms = ledger.step_ms - ledger.phases_ms["optimizer"]
     ratio = (forward_ms + backward_ms) / passes_ms
-    print(f"{ratio:.2f}")
     assert 0.93 < ratio < 1.28
     if n_tokens in (128, 1024):
         assert ledger.launch_bound == (n_tokens == 128)
