@@ -191,30 +191,32 @@ def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
     ]
 
 
-def _require_fast(plan: Plan, changes: Changes) -> None:
-    """Raise PrecisionUnsupported for 16 bits on a CPU of this machine that has no fast ones."""
-    if plan.card.gpu is None and "precision" in changes:
-        answer = machine.support(changes["precision"], ON_CPU)
-        if answer.slow:
-            raise PrecisionUnsupported(f"precision: slow: {answer.reason}")
+def _why_slow(plan: Plan, changes: Changes) -> str:
+    """Return why 16 bits would be slow on a CPU of this machine: nothing if they are not."""
+    if plan.card.gpu is not None or "precision" not in changes:
+        return ""
+    answer = machine.support(changes["precision"], ON_CPU)
+    return answer.reason if answer.slow else ""
 
 
 def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     """Return what single changes would do to a config: a row for each, by the MiB that it saves.
 
     `device` as for `predict_memory`. `saves MiB` is of the predicted peak, `adds ms`, on a card, of
-    the predicted step; `needs GiB` is the smallest device with it. A change that cannot be made
-    says why, without numbers. An index is the change as `--set` takes it. `attrs` have the
-    `device`, and `method`, `peak_bytes`, `needed_gib` and `step_ms` of the config as it is.
-    Raises what `predict_memory` raises, for the config as it is.
+    the predicted step; `needs GiB` is the smallest device with it. A change that cannot be made,
+    or is slow here, says why, without numbers. An index is the change as `--set` takes it. `attrs`
+    have the `device`, and `method`, `peak_bytes`, `needed_gib` and `step_ms` of the config as it
+    is. Raises what `predict_memory` raises, for the config as it is.
     """
     original = unchanged(config, device)
     rows = {}
     table = changes_of(original.config, original.card)
     for changes, cost in machine.late_bar("changes tried", table):
         plan = original.changed(changes, cost)
+        if slow := _why_slow(plan, changes):
+            rows[plan.name] = {"costs": f"slow here: {slow}"}
+            continue
         try:
-            _require_fast(plan, changes)
             saved = original.peak_bytes - plan.peak_bytes
             row = {"saves MiB": saved / MIB, "needs GiB": plan.needed_gib, "costs": cost}
             if NOT_COMPILED in plan.prediction.method:
@@ -258,8 +260,9 @@ def fit(
     for changes, cost in machine.late_bar("changes tried", quick):
         if plan.fits(goal) or (plan.fits(budget_gib) and changes.keys() & OTHER_ARITHMETIC):
             break
+        if _why_slow(plan, changes):
+            continue
         with suppress(ConfigError, PrecisionUnsupported):  # some exclude each other
-            _require_fast(plan, changes)
             candidate = plan.changed(changes, cost)
             if candidate.peak_bytes <= plan.peak_bytes:
                 plan = candidate
