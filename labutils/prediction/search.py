@@ -193,10 +193,9 @@ def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
 
 def _why_slow(plan: Plan, changes: Changes) -> str:
     """Return why 16 bits would be slow on a CPU of this machine: nothing if they are not."""
-    if plan.card.gpu is not None or "precision" not in changes:
-        return ""
-    answer = machine.support(changes["precision"], ON_CPU)
-    return answer.reason if answer.slow else ""
+    is_cpu = plan.card.gpu is None and "precision" in changes
+    answer = machine.support(changes["precision"], ON_CPU) if is_cpu else None
+    return answer.reason if answer and answer.slow else ""
 
 
 def advise(config: Config, device: Device = "a100") -> pd.DataFrame:

@@ -48,7 +48,10 @@ def own_ms(profiled: profile, device: torch.device) -> dict[str, tuple[float, in
     sums: dict[str, tuple[float, int]] = {}
     for event in profiled.key_averages():
         is_kernel = event.device_type != torch.autograd.DeviceType.CPU
-        if is_kernel or event.is_user_annotation or event.key.startswith("ProfilerStep"):
+        # with stacks: "module.py(12): function", "<built-in function id>", "nn.Module: Linear_0"
+        is_python = "(" in event.key or event.key.startswith(("<", "nn.Module"))
+        is_note = event.is_user_annotation or event.key.startswith("ProfilerStep")
+        if is_kernel or is_python or is_note:
             continue
         us = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
         name = event.key.removeprefix("aten::")

@@ -1,16 +1,19 @@
 """Profiles of any call: operations once each, and the share of matrix products."""
 
+import pytest
 import torch
 
 from labutils.training import profiles
 from tests.helpers import CPU
 
 
-def test_operations_are_counted_and_annotations_left_out():
+@pytest.mark.parametrize("stacks", [False, True])
+def test_operations_are_counted_and_annotations_left_out(stacks):
     x = torch.ones(64, 64)
-    own = profiles.own_ms(profiles.record(lambda: torch.tanh(x @ x) * 2, CPU, 3), CPU)
+    profiled = profiles.record(lambda: torch.tanh(x @ x) * 2, CPU, 3, stacks=stacks)
+    own = profiles.own_ms(profiled, CPU)
     assert own["tanh"][1] == own["mm"][1] == 3
-    assert not [name for name in own if name.startswith("ProfilerStep")]
+    assert not [name for name in own if "(" in name or name.startswith(("ProfilerStep", "<"))]
     times = [ms for ms, _ in own.values()]
     assert times == sorted(times, reverse=True)
 
