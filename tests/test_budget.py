@@ -18,13 +18,13 @@ DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
 CODE_LINES = {
     "kit": 4_017,  # of labutils, what is in no other storey
     "engine": 2_148,  # labutils/prediction
-    "desk": 1_828,  # of labutils, DESK
-    "tests": 7_933,
+    "desk": 1_837,  # of labutils, DESK
+    "tests": 7_953,
     "benchmarks": 2_310,
     "docs": 160,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
-PAGE_LINES = 3_626  # HTML, JavaScript, CSS and templates in labutils/ and docs/
+PAGE_LINES = 3_719  # HTML, JavaScript, CSS and templates in labutils/ and docs/
 WORDS = 3_809  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 84,

@@ -1,12 +1,11 @@
 // Workers average their gradients: what do they send, how long does it take, what is rounded away?
+import { completed, round } from "./formats.js";
 import {
   chart,
   choice,
-  completed,
   jumps,
   layout,
   paragraph,
-  round,
   short,
   slider,
   sum,

@@ -1,16 +1,15 @@
 // A factor at the loss moves all gradients: which of them can FP16 hold? And how does a scaler find
 // such a factor?
+import { completed, round } from "./formats.js";
 import {
   button,
   chart,
   choice,
-  completed,
   layout,
   paragraph,
   percent,
   player,
   powerOf2,
-  round,
   short,
   slider,
   sum,

@@ -1,17 +1,14 @@
 // Type, drag or flip the bits of a number: what do formats store of it? And what can a format hold
 // whose bits are divided otherwise?
+import { completed, describe, exponentOf, round } from "./formats.js";
 import {
   button,
   chart,
   choice,
-  completed,
-  describe,
-  exponentOf,
   layout,
   make,
   paragraph,
   powerOf2,
-  round,
   short,
   slider,
   table,
@@ -103,7 +100,11 @@ export function mount(root, data) {
   const exponent = slider("exponent bits", { min: 2, max: 8 }, (n) => divide({ exponent: n }));
   const mantissa = slider("mantissa bits", { min: 1, max: 23 }, (n) => divide({ mantissa: n }));
   const hasInf = tick("all exponent bits 1 mean inf or NaN", (isOn) => divide({ has_inf: isOn }));
-  const bits = make("p", { role: "group", "aria-label": "bits; press one to flip it" });
+  const bits = make("p", {
+    class: "bits",
+    role: "group",
+    "aria-label": "bits; press one to flip it",
+  });
   const picture = chart("the value between its neighbours", { height: 84, left: 20, bottom: 34 });
   const sentence = paragraph();
   const facts = paragraph();

@@ -125,7 +125,7 @@ export function mount(root, data) {
     state.batch = n;
     show();
   });
-  const picture = chart("GiB at the peak of each phase", { height: 230, left: 70, bottom: 20 });
+  const picture = chart("GiB at the peak of each phase", { height: 230, left: 84, bottom: 20 });
   const fills = data.looks.map(([, colour, hatch]) => pattern(picture.svg, colour, hatch));
   const own = make("input", { type: "number", min: 1, max: 999, step: "any" });
   own.value = 16;
@@ -178,11 +178,11 @@ export function mount(root, data) {
     own.setAttribute("aria-invalid", !isSize);
     const isIn = own.valueAsNumber >= least;
     const mine = isSize
-      ? `it ${isIn ? "fits" : "does not fit"}`
-      : "is not known: write its GiB, as 15.5";
+      ? `On yours it ${isIn ? "fits" : "does not fit"}.`
+      : "Yours is not known: write its GiB, as 15.5.";
     verdict.textContent =
-      `The run needs a card with ${least.toFixed(1)} GiB, gaps and CUDA's own memory included: on ` +
-      `yours ${mine}. ${answer}`;
+      `The run needs a card with ${least.toFixed(1)} GiB, gaps and CUDA's own memory included. ` +
+      `${mine} ${answer}`;
     // by size: do all cards of this size hold it?
     const holds = {};
     for (const [, memory] of data.cards) {

@@ -24,6 +24,8 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 EITHER = Parameter.POSITIONAL_OR_KEYWORD
 # Of a script: what joins modules, comments on lines of their own, and indentation.
 LEFT_OUT = re.compile(r"^import [^;]*;\n|^export |^ *//.*\n|^ +", re.MULTILINE)
+RULE = re.compile(r"^(\.play [^{}@]*)\{[^}]*\}\n", re.MULTILINE)  # of the style
+CLASS = re.compile(r"\.(?!play)([a-z-]+)")
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,26 @@ def html_of(name: str, table: dict, start: dict) -> str:
     """Return an exhibit that begins with `start`. Its still is of what its finding says."""
     finding, still = table["finding"], table["still"]
     data = literal(table["data"] | {"start": start, "say": table["say"]})
-    style = literal(re.sub(r"\s*([{};,]|(?<=[a-z]):(?= ))\s*", r"\1", read("shared.css")))
+    script = script_of(name)
+
+    def needed(rule: re.Match[str]) -> str:
+        return rule[0] if all(name in script for name in CLASS.findall(rule[1])) else ""
+
+    rules = RULE.sub(needed, read("shared.css"))
+    style = literal(re.sub(r"\s*([{};,]|(?<=[a-z]):(?= ))\s*", r"\1", rules))
     return f"""<div class="play" data-exhibit="{name}">
 <figure style="margin: 0"><img alt="{finding}" src="{still}"></figure>
 </div>
 <script>(() => {{
 "use strict";
-{read("shared.js")}{read(name + ".js")}start("{name}", mount, {data}, {style});
+{script}start("{name}", mount, {data}, {style});
 }})();</script>"""
+
+
+def script_of(name: str) -> str:
+    """Return the script of an exhibit, after those that it imports."""
+    own = (FOLDER / f"{name}.js").read_text(encoding="utf-8")
+    return "".join(map(read, [*re.findall(r'from "\./(\w+\.js)"', own), f"{name}.js"]))
 
 
 def literal(value: Any) -> str:

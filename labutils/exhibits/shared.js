@@ -1,4 +1,4 @@
-// What all exhibits are made of: numbers as text, the rounding of a format, elements, and a chart.
+// What all exhibits are made of: numbers as text, elements, and a chart.
 
 // ---- Numbers
 
@@ -22,54 +22,6 @@ export function superscript(n) {
 }
 
 export const powerOf2 = (n) => `2${superscript(n)}`;
-
-// ---- Formats of numbers
-
-// All that follows from the two numbers of bits. Without inf, its bit patterns are numbers.
-export function describe(exponent, mantissa, has_inf) {
-  const bias = 2 ** (exponent - 1) - 1;
-  const fraction = has_inf ? 2 - 2 ** -mantissa : 2 - 2 ** (1 - mantissa);
-  const max = fraction * 2 ** (has_inf ? bias : bias + 1);
-  const min_normal = 2 ** (1 - bias);
-  const min_subnormal = 2 ** (1 - bias - mantissa);
-  const span = Math.log2(max) - Math.log2(min_subnormal);
-  const eps = 2 ** -mantissa;
-  return { exponent, mantissa, has_inf, bias, max, min_normal, min_subnormal, eps, span };
-}
-
-// A format as Python describes it, with all that follows.
-export const completed = (format) => ({
-  ...format,
-  ...describe(format.exponent, format.mantissa, format.has_inf),
-});
-
-const bits = new DataView(new ArrayBuffer(8));
-
-// The power of two at or below a positive number, from its own bits. That of 0 is below all.
-export function exponentOf(size) {
-  bits.setFloat64(0, size);
-  return (bits.getUint16(0) >> 4) - 1023;
-}
-
-// 2^-1200 to 2^1200: a power is taken for each number that is rounded.
-const POWERS = Array.from({ length: 2401 }, (_, i) => 2 ** (i - 1200));
-
-// The number that a `completed` format stores: the nearest, and of two equally near the even one.
-export function round(x, format) {
-  if (Number.isNaN(x)) return x;
-  // FP32: built in
-  if (format.exponent === 8 && format.mantissa === 23) return Math.fround(x);
-  const size = Math.abs(x);
-  const spacing = Math.max(POWERS[exponentOf(size) - format.mantissa + 1200], format.min_subnormal);
-  // a division by a power of two is exact
-  const steps = size / spacing;
-  let n = Math.floor(steps);
-  const rest = steps - n;
-  if (rest > 0.5 || (rest === 0.5 && n % 2 === 1)) n += 1;
-  const stored = size === Infinity ? size : n * spacing;
-  if (stored <= format.max) return x < 0 || Object.is(x, -0) ? -stored : stored;
-  return Math.sign(x) * (format.saturates ? format.max : format.has_inf ? Infinity : NaN);
-}
 
 // ---- Elements
 
@@ -300,7 +252,19 @@ export function chart(label, { height = 260, left = 56, right = 12, top = 12, bo
     draw(axes, "text", { transform: turned, ...middle }, titles[1]);
   }
 
-  return { svg, begin, text, rule, point, line, area, bar, bars, dot, mark };
+  // Where a mouse or a finger on the picture points, in the units of the horizontal axis.
+  function drag(onMove) {
+    svg.classList.add("dragged");
+    svg.onpointerdown = svg.onpointermove = (event) => {
+      if (!event.buttons) return;
+      const box = svg.getBoundingClientRect();
+      const at = ((event.clientX - box.left) * width) / box.width;
+      const share = Math.min(1, Math.max(0, (at - left) / (width - right - left)));
+      onMove(horizontal.from + share * (horizontal.to - horizontal.from));
+    };
+  }
+
+  return { svg, begin, text, rule, point, line, area, bar, bars, dot, mark, drag };
 }
 
 export const DIAMOND = [
@@ -348,12 +312,18 @@ export function player(step, isAtEnd, ms = 160) {
     timer = 0;
     element.textContent = "▶ play";
   };
+  const end = () => {
+    stop();
+    // so that a screen reader hears where it has ended
+    element.dispatchEvent(new Event("change", { bubbles: true }));
+  };
   const element = button("▶ play", () => {
     if (timer) return stop();
     element.textContent = "❚❚ pause";
     step(isAtEnd());
-    timer = setInterval(() => (isAtEnd() ? stop() : step(false)), ms);
+    timer = setInterval(() => (isAtEnd() ? end() : step(false)), ms);
   });
+  element.className = "first-choice";
   return { element, stop };
 }
 

@@ -188,6 +188,10 @@ export function mount(root, data) {
   const reason = paragraph();
   const fills = {};
   const course = chart("bytes alive over the step", { height: 250, left: 40, bottom: 26 });
+  course.drag((at) => {
+    play.stop();
+    go(Math.floor(at));
+  });
   const rows = table(["tensors", "dtype", "MiB now", "change"]);
   const swatches = {};
   for (const group of Object.values(runs).flatMap((run) => run.groups)) {

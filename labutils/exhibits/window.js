@@ -114,6 +114,10 @@ export function mount(root, data) {
       bottom: 24,
     });
     const fills = looks.map(([, colour, hatch]) => pattern(picture.svg, colour, hatch));
+    picture.drag((at) => {
+      play.stop();
+      go(Math.min(Math.floor(at), split.length - 1));
+    });
     return { picture, fills };
   });
   const sentence = paragraph();
@@ -125,7 +129,9 @@ export function mount(root, data) {
 
   function showPanel({ picture, fills }, all, ceiling, title) {
     const ticks = startsOf(all);
-    const levels = [0, highest(all)].map((total) => [total, mib(total)]);
+    // on the common scale the labels of a low curve would lie on each other
+    const isLow = highest(all) < 0.2 * ceiling;
+    const levels = (isLow ? [highest(all)] : [0, highest(all)]).map((total) => [total, mib(total)]);
     picture.begin({ from: 0, to: all.length, ticks }, { from: 0, to: ceiling, ticks: levels });
     const book = all.map(({ bytes }) => bytes);
     stack(picture, book, fills);

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from labutils.exhibits.play import FOLDER, read
+from labutils.exhibits.play import FOLDER, script_of
 
 NODE_MODULES = Path(__file__).parent / "node_modules"
 # Numbers that JSON lacks come back as Python's json reads them: NaN, Infinity.
@@ -44,7 +44,7 @@ def node() -> Callable:
 
     def call(name: str, function: str, *arguments: object) -> object:
         text = RESULT.replace("{call}", function).replace("{arguments}", json.dumps(arguments))
-        script = read("shared.js") + read(f"{name}.js") + text
+        script = script_of(name) + text
         answer = subprocess.run(
             command, input=script, stdout=subprocess.PIPE, text=True, check=True
         )

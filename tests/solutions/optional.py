@@ -31,7 +31,13 @@ def lost_below(weight, dtype, direction):
 
 E4M3 = torch.float8_e4m3fn
 EIGHT_BITS = names_of(
-    "eight_bits", "eight-nearest", "a5b4888a", "eight-stored", "eight-judge", torch=torch
+    "eight_bits",
+    "eight-nearest",
+    "a5b4888a",
+    "eight-stored",
+    "eight-judge",
+    "eight-verdict",
+    torch=torch,
 )
 rounded = EIGHT_BITS["rounded"]
 STEP_LENGTHS = names_of(
