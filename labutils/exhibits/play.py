@@ -88,7 +88,7 @@ def html_of(name: str, table: dict, start: dict) -> str:
     script = script_of(name)
 
     def needed(rule: re.Match[str]) -> str:
-        return rule[0] if all(name in script for name in CLASS.findall(rule[1])) else ""
+        return rule[0] if all(each in script for each in CLASS.findall(rule[1])) else ""
 
     rules = RULE.sub(needed, read("shared.css"))
     style = literal(re.sub(r"\s*([{};,]|(?<=[a-z]):(?= ))\s*", r"\1", rules))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from labutils.plotting.blocks import block_history, blocks
 from labutils.plotting.memory import snapshot, stacked_memory, timeline
-from labutils.plotting.numbers import bands, curves, heat_map
+from labutils.plotting.numbers import bands, curves
 from labutils.plotting.runs import losses, speed_and_memory
 from labutils.plotting.style import CATEGORIES, COLORS, INK, MARKERS, MUTED, PRECISIONS
 
@@ -23,7 +23,6 @@ __all__ = [
     "block_history",
     "blocks",
     "curves",
-    "heat_map",
     "losses",
     "snapshot",
     "speed_and_memory",

@@ -91,9 +91,13 @@ def _without_room(ax: Axes, bars: Mapping[str, Rectangle]) -> list[str]:
         }
         names[name] = ax.text(x, y, name, **look)
     ax.figure.draw_without_rendering()  # only now the widths are known
+    marks = [line.get_window_extent().x0 for line in ax.lines]
     without = []
     for name, text in names.items():
-        if text.get_window_extent().width > 0.94 * bars[name].get_window_extent().width:
+        box = text.get_window_extent()
+        # a legend will still move what is drawn, by some pixels
+        is_crossed = any(box.x0 - 12 < mark < box.x1 + 12 for mark in marks)
+        if is_crossed or box.width > 0.94 * bars[name].get_window_extent().width:
             text.remove()
             without.append(name)
     return without

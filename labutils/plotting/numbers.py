@@ -1,4 +1,4 @@
-"""Numbers of any kind: curves, bands, and a table in colours."""
+"""Numbers of any kind: curves and bands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from labutils.plotting.style import (
-    INK,
     look_of,
     name_lines,
     new_axis,
@@ -64,28 +63,4 @@ def bands(
     for line, (label, mean) in zip(list(ax.lines), means.items(), strict=True):
         x, y, spread = list(mean), np.array(list(mean.values())), spreads[label]
         ax.fill_between(x, y - spread, y + spread, color=line.get_color(), alpha=0.15, lw=0)
-    return ax
-
-
-def heat_map(
-    values: np.ndarray,
-    rows: Sequence[object],
-    columns: Sequence[object],
-    ax: Axes | None = None,
-    fmt: str = "{:.0f}",
-) -> Axes:
-    """Draw a small table of numbers, shaded by value, with the values written in.
-
-    `values` is `(len(rows), len(columns))`. A NaN leaves its field empty.
-    """
-    ax = new_axis(ax, 5.5, grid="")
-    image = ax.imshow(values, cmap="cividis", aspect="auto")
-    middle = (np.nanmin(values) + np.nanmax(values)) / 2
-    for i, j in np.argwhere(~np.isnan(values)):
-        value = values[i, j]
-        color = INK if value > middle else "white"
-        ax.text(j, i, fmt.format(value), ha="center", va="center", color=color)
-    ax.set_xticks(range(len(columns)), columns)
-    ax.set_yticks(range(len(rows)), rows)
-    ax.figure.colorbar(image, ax=ax)
     return ax

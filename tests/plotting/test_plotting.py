@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import nbformat
-import numpy as np
 import pandas as pd
 import pytest
 from nbclient import NotebookClient
@@ -40,7 +39,6 @@ def who(event):
 DRAWN = {  # a function: its arguments before the axis
     "curves": ({"it": {1: 2.0, 4: None}}, "batch", "ms"),
     "bands": ({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "x", "y"),
-    "heat_map": (np.array([[1.0, np.nan]]), "a", "bc"),
     "stacked_memory": ({"fp32": {"parameters": MIB, "gradients": 0, "optimizer state": 2 * MIB}},),
     "blocks": (SEGMENTS,),
     "block_history": (TRACE, who),
@@ -69,8 +67,10 @@ def test_drawing_uses_the_given_axis_or_makes_one(name):
     assert drawn(name) is not ax
 
 
-def test_a_value_that_is_missing_stays_empty():
-    assert words(drawn("heat_map").texts) == ["1"]
+def test_no_name_stands_where_a_mark_crosses_it():
+    bars = {"a step": {"parameters": 100 * MIB, "activations": 100 * MIB}}
+    ax = plotting.stacked_memory(bars, marks={"card": 50 * MIB})
+    assert "activations" in words(ax.texts) and "parameters" not in words(ax.texts)
 
 
 def test_a_band_is_the_mean_with_the_spread_of_the_seeds():
