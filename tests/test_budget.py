@@ -24,7 +24,7 @@ CODE_LINES = {
     "docs": 160,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
-PAGE_LINES = 3_719  # HTML, JavaScript, CSS and templates in labutils/ and docs/
+PAGE_LINES = 3_748  # HTML, JavaScript, CSS and templates in labutils/ and docs/
 WORDS = 3_809  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 84,

@@ -372,6 +372,7 @@ export function mount(root, data) {
   own.value = 50;
   own.oninput = () => showNext();
   const storyButton = button("", tell);
+  storyButton.className = "first-choice";
   const limit = slider("the card has", { min: 40, max: 300, step: 10 }, (mibs) => {
     state.limit = mibs;
     show();
@@ -475,7 +476,7 @@ export function mount(root, data) {
     limit.show(state.limit, `${state.limit} MiB`);
     expandable.show(state.expandable);
     const event = storyLength() === story.length ? 1 : storyLength() + 1;
-    storyButton.textContent = `Story of notebook 04: event ${event} of ${story.length}`;
+    storyButton.textContent = `▶ story of notebook 04: event ${event} of ${story.length}`;
     const last = events.at(-1);
     sentence.classList.toggle("oom", Boolean(after.at(-1)?.failed));
     sentence.textContent = last

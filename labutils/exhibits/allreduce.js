@@ -110,8 +110,8 @@ const asTime = (s) => (s < 1 ? `${short(1000 * s, 3)} ms` : `${short(s, 3)} s`);
 const asError = (x) => (Number.isFinite(x) ? short(x, 2) : "overflow");
 const LOOKS = {
   FP32: { stroke: "var(--blue)" },
-  BF16: { stroke: "var(--orange)", "stroke-dasharray": "6 4" },
-  FP16: { stroke: "var(--green)", "stroke-dasharray": "2 3" },
+  BF16: { stroke: "var(--green)", "stroke-dasharray": "6 4" },
+  FP16: { stroke: "var(--purple)", "stroke-dasharray": "2 3" },
 };
 
 function asCount(x) {
@@ -246,12 +246,10 @@ export function mount(root, data) {
   layout(root, data.say, {
     controls: [
       paragraph(count.element, formatChoice.element, orderChoice.element),
-      paragraph(size.element, linkChoice.element),
-      models.element,
       paragraph(power.element),
     ],
     picture: [picture.svg, sentence],
-    numbers: [rows.element],
+    numbers: [rows.element, paragraph(size.element, linkChoice.element), models.element],
     folded: [
       ["The chart as a table", errors.element],
       [

@@ -88,9 +88,10 @@ export function mount(root, data) {
       picture.rule({ y: Math.log2(limit) }, { "stroke-dasharray": "5 4" });
       picture.text(x.from, Math.log2(limit), `limit ${times(limit)}`, { dx: 6, dy: -5 });
     }
-    for (const { card, product, step } of points.filter(({ step }) => step)) {
+    for (const point of points.filter(({ step }) => step)) {
+      const { card, product, step } = point;
       const at = [Math.log2(product), Math.log2(step)];
-      picture.dot(...at, { fill: "var(--sky)" });
+      picture.dot(...at, { fill: "var(--sky)", opacity: isHere(point) ? 1 : 0.4 });
       const isNear = (ratio) => (other) =>
         other.product > product && other.product < ratio * product;
       let label = { dx: 9 };
@@ -126,7 +127,12 @@ export function mount(root, data) {
 
   layout(root, data.say, {
     controls: [paragraph(share.element, speed.element), marks.element],
-    picture: [picture.svg, paragraph("Diamond: where the sliders stand.")],
+    picture: [
+      picture.svg,
+      paragraph(
+        "Diamond: where the sliders stand. Pale: a card with another share, so on another curve.",
+      ),
+    ],
     numbers: [sentence, compared, rows.element],
     folded: [
       ["Where?", "At 1 / (1 − share): all that is no matmul takes as long as before."],

@@ -139,7 +139,7 @@ export function mount(root, page) {
       ]);
     }
     for (const fate of FATES) {
-      histogram.bars(boxes[fate], { fill: FILLS[fate], stroke: "currentColor" });
+      histogram.bars(boxes[fate], { fill: FILLS[fate] });
     }
   }
 

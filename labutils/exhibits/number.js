@@ -214,7 +214,9 @@ export function mount(root, data) {
     ],
     picture: [
       bits,
-      paragraph("Line below a bit: dotted for the sign, double for exponent, solid for mantissa."),
+      paragraph(
+        "Line below a bit: plain for the sign, double for exponent, coloured for mantissa.",
+      ),
       picture.svg,
       sentence,
     ],

@@ -146,7 +146,10 @@ export function mount(root, data) {
     // the first one at the top
     const phases = [...data.phase_names].reverse();
     const ticks = phases.map((phase, i) => [i + 0.5, phase]);
-    picture.begin({ from: 0, to: 1.15 * highest }, { from: 0, to: phases.length, ticks });
+    // the card stays in the picture, so that a longer bar nears it
+    const room = usable(data, state.setting, own.valueAsNumber) * GIB;
+    const reach = 1.15 * Math.max(highest, room > 0 ? room : 0);
+    picture.begin({ from: 0, to: reach }, { from: 0, to: phases.length, ticks });
     const ends = phases.map(() => 0);
     fills.forEach((fill, i) => {
       const boxes = [];
@@ -159,9 +162,9 @@ export function mount(root, data) {
       picture.bars(boxes, { fill, ...EDGE });
     });
     ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
-    const room = usable(data, state.setting, own.valueAsNumber) * GIB;
-    if (room > 0 && room <= 1.15 * highest) {
+    if (room > 0) {
       picture.rule({ x: room }, { stroke: "var(--vermilion)", "stroke-width": 3 });
+      picture.text(room, phases.length, "your card", { dx: -5, dy: 8, anchor: "end" });
     }
   }
 

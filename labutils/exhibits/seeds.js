@@ -29,7 +29,7 @@ export function mount(root, data) {
   const { steps, rates } = data;
   const start = { rate: rates[0][0], other: "pure_bf16", base: "fp32" };
   const n = data.loss[`${start.rate} ${start.base}`].length;
-  const state = { ...start, n: 2, step: steps.length - 1 };
+  const state = { ...start, n, step: steps.length - 1 };
   const set = (changes) => {
     Object.assign(state, changes);
     show();
@@ -49,10 +49,13 @@ export function mount(root, data) {
   const rows = table(["precision", "loss ± σ", "skipped", "inf or NaN"]);
 
   // The numbers of the first seeds at this step; where a record has no runs they are 0.
-  const at = (record, arm) => {
-    const runs = record[`${state.rate} ${arm}`]?.slice(0, state.n) ?? [];
+  const at = (record, arm, n = state.n) => {
+    const runs = record[`${state.rate} ${arm}`]?.slice(0, n) ?? [];
     return runs.length ? runs.map((run) => run[state.step]) : [0];
   };
+
+  const gapOf = (n) =>
+    difference(at(data.loss, state.base, n), at(data.loss, state.other, n), data.t);
 
   function rowOf([arm, words]) {
     const losses = at(data.loss, arm);
@@ -66,9 +69,12 @@ export function mount(root, data) {
   function showChart(gap) {
     picture.svg.style.display = gap.n < 2 ? "none" : "";
     if (gap.n < 2) return;
-    const reach = Math.max(...[...gap.pairs, gap.low, gap.high].map(Math.abs)) || 1;
+    // one scale for all numbers of seeds, so that the interval is seen to shrink
+    const all = Array.from({ length: n - 1 }, (_, i) => gapOf(i + 2)).filter((one) => one.n > 1);
+    const ends = all.flatMap((one) => [...one.pairs, one.low, one.high]);
+    const reach = Math.max(...ends.map(Math.abs)) || 1;
     const ticks = [-reach, 0, reach].map((x) => [x, short(x, 2)]);
-    const title = "difference of the losses. Box: interval of the mean; circles: pairs";
+    const title = "difference of the losses, nats. Box: interval of the mean; circles: pairs";
     picture.begin({ from: -1.1 * reach, to: 1.1 * reach, ticks, title }, { from: 0, to: 4 });
     picture.rule({ x: 0 }, { "stroke-dasharray": "3 3" });
     picture.bar([gap.low, gap.high], [2.4, 3.4], { fill: "var(--sky)", stroke: "currentColor" });
@@ -87,7 +93,7 @@ export function mount(root, data) {
     baseChoice.show(state.base);
     seeds.show(state.n, `${state.n} seeds`);
     step.show(state.step, `after ${steps[state.step]} steps`);
-    const gap = difference(at(data.loss, state.base), at(data.loss, state.other), data.t);
+    const gap = gapOf(state.n);
     const names = `${data.arms[state.other]} minus ${data.arms[state.base]}`;
     const numbers =
       gap.n < 2

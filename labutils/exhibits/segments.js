@@ -142,7 +142,7 @@ export function mount(root, data) {
     make("span", { class: "layer" }, "1"),
   );
   const picture = chart("what is alive at each instant", { height: 230 });
-  const hatched = pattern(picture.svg, "var(--sky)", "//");
+  const hatched = pattern(picture.svg, "var(--orange)", "//");
   const sentence = paragraph();
   const facts = table(["of this placement", "value"]);
   const verdict = paragraph();
@@ -215,14 +215,19 @@ export function mount(root, data) {
     const title = "end of forward, then backward from the last segment to the first";
     picture.begin(
       { from: 0, to: n, ticks, title },
-      { from: 0, to: 1.2 * now.peak, title: "inputs" },
+      {
+        from: 0,
+        to: 1.2 * now.peak,
+        ticks: [0, now.peak].map((inputs) => [inputs, short(inputs)]),
+        title: "inputs",
+      },
     );
     const span = (i) => [i + 0.04, i + 0.96];
     const below = now.instants.map(({ inputs }, i) => [span(i), [0, inputs]]);
     const above = now.instants.map(({ inputs, inside }, i) => [span(i), [inputs, inputs + inside]]);
     const nKept = state.keep ? 2 : 0; // the end of forward, and backward through the last segment
-    picture.bars(below, { fill: "var(--orange)", ...EDGE });
-    picture.bars(above.slice(0, nKept), { fill: "var(--sky)", ...EDGE });
+    picture.bars(below, { fill: "var(--sky)", ...EDGE });
+    picture.bars(above.slice(0, nKept), { fill: "var(--orange)", ...EDGE });
     picture.bars(above.slice(nKept), { fill: hatched, ...EDGE });
     const look = { stroke: "var(--vermilion)", "stroke-width": 2, "stroke-dasharray": "6 4" };
     picture.rule({ y: now.peak }, look);
@@ -313,7 +318,7 @@ export function mount(root, data) {
     picture: [
       picture.svg,
       paragraph(
-        "Yellow: the input of a segment, always kept. Hatched: computed again. Plain: kept.",
+        "Blue: the input of a segment, always kept. Hatched: computed again. Plain yellow: kept.",
       ),
       sentence,
     ],

@@ -294,7 +294,7 @@ export function mount(root, data) {
     const run = runs[state.name];
     const now = run.moments[state.moment];
     precision.show(state.name);
-    moment.show(state.moment, `${state.moment + 1} of ${run.moments.length}: ${now[1]}`);
+    moment.show(state.moment, `${state.moment + 1} of ${run.moments.length}`);
     back.disabled = state.moment === 0;
     next.disabled = state.moment === run.moments.length - 1;
     showCode(now[0]);

@@ -76,6 +76,8 @@ function startsOf(all) {
   return all.flatMap((frame, i) => (isNew(frame, i) ? [[i, frame.number ?? "step"]] : []));
 }
 
+const CURSOR = { stroke: "var(--vermilion)", "stroke-width": 3 };
+
 export function mount(root, data) {
   const { film, looks } = data;
   const gradients = looks.findIndex(([name]) => name === GRADIENTS);
@@ -167,7 +169,7 @@ export function mount(root, data) {
   function showMoment() {
     const [now, other] = [split[state.moment], whole[state.moment]];
     moment.show(state.moment, `${state.moment + 1} of ${split.length}`);
-    for (const { picture } of panels) picture.point(state.moment + 0.5, { "stroke-width": 2 });
+    for (const { picture } of panels) picture.point(state.moment + 0.5, CURSOR);
     const where =
       now.number === null
         ? "The optimizer updates the weights"

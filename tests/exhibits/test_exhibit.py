@@ -36,7 +36,7 @@ UNFOLD = "for (const folded of document.querySelectorAll('details')) folded.open
 AXE = """
 const done = arguments[0];
 for (const button of document.querySelectorAll("button")) { // tensors to look at
-  if (button.textContent.startsWith("Story")) button.click();
+  if (button.textContent.startsWith("▶ story")) button.click();
 }
 const told = ({ id, nodes }) => [id, nodes.map((node) => node.failureSummary)];
 axe.run(document).then(({ violations }) => done(violations.map(told)));
