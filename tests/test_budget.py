@@ -19,7 +19,7 @@ CODE_LINES = {
     "kit": 4_017,  # of labutils, what is in no other storey
     "engine": 2_148,  # labutils/prediction
     "desk": 1_837,  # of labutils, DESK
-    "tests": 7_953,
+    "tests": 7_963,
     "benchmarks": 2_310,
     "docs": 160,  # the site
 }

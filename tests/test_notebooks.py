@@ -234,6 +234,18 @@ def test_a_card_that_emulates_bf16_is_given_fp16(name, kind, is_slow):
     assert names["sixteen"] == ("fp16" if is_slow and kind == "cuda" else "bf16")
 
 
+def test_each_technique_says_where_it_is_taught():
+    rooms = ("techniques", "memory", "training")
+    paths = [path for room in rooms for path in (REPO / "labutils" / room).glob("[a-z]*.py")]
+    assert paths
+    for path in paths:
+        [(notebook, number)] = re.findall(
+            r"^Taught in (\w+), section (\d+)\.$", path.read_text(encoding="utf-8"), re.M
+        )
+        [name] = [one for one in (*CORE, *FURTHER) if re.search(rf"(^|/){notebook}[-.]", one)]
+        assert any(cell.source.startswith(f"## {number} ·") for cell in cells(name, "markdown"))
+
+
 @EACH
 def test_a_notebook_reaches_the_package_through_the_facade(name):
     text = "\n".join(code_of(name).values())

@@ -1,4 +1,7 @@
-"""Every call of a device's allocator: what is allocated, a limit, giving memory back."""
+"""Every call of a device's allocator: what is allocated, a limit, giving memory back.
+
+Taught in 04, section 2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Is an error one that says out of memory, and what did it ask for?"""
+"""Is an error one that says out of memory, and what did it ask for?
+
+Taught in 04, section 7.
+"""
 
 from __future__ import annotations
 

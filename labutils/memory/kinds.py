@@ -1,4 +1,7 @@
-"""Kinds of operations, by what bounds their time."""
+"""Kinds of operations, by what bounds their time.
+
+Taught in where_time_goes, section 1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The ledger of a training step: bytes by category, at the peak of each phase."""
+"""The ledger of a training step: bytes by category, at the peak of each phase.
+
+Taught in 04, section 1.
+"""
 
 from __future__ import annotations
 

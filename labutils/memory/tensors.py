@@ -1,4 +1,7 @@
-"""Which bytes tensors take, what autograd keeps of them, and how gradients differ."""
+"""Which bytes tensors take, what autograd keeps of them, and how gradients differ.
+
+Taught in 03, section 1.
+"""
 
 from __future__ import annotations
 

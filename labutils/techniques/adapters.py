@@ -2,6 +2,8 @@
 weights may be in 4 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
 
 Plain torch, for teaching and for tracing; the library `bitsandbytes` has kernels for 4 bits.
+
+Taught in adapters, section 5.
 """
 
 from __future__ import annotations

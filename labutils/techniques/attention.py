@@ -1,4 +1,7 @@
-"""How a Hugging Face model attends: its own kernels, or one of torch's."""
+"""How a Hugging Face model attends: its own kernels, or one of torch's.
+
+Taught in where_time_goes, section 4.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What autograd keeps of GPT-2's blocks: everything, some of it, or next to nothing."""
+"""What autograd keeps of GPT-2's blocks: everything, some of it, or next to nothing.
+
+Taught in 03, section 2.
+"""
 
 from __future__ import annotations
 

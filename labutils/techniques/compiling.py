@@ -1,4 +1,7 @@
-"""torch.compile for a loss function. Where nothing can be compiled, it runs as it is."""
+"""torch.compile for a loss function. Where nothing can be compiled, it runs as it is.
+
+Taught in where_time_goes, section 3.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The next-token loss, summed over targets: of all logits at once, or chunk by chunk."""
+"""The next-token loss, summed over targets: of all logits at once, or chunk by chunk.
+
+Taught in 02, section 2.
+"""
 
 from __future__ import annotations
 

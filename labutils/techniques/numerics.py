@@ -1,4 +1,7 @@
-"""Float formats: layout, range, spacing, rounding. All on the CPU: the same on every machine."""
+"""Float formats: layout, range, spacing, rounding. All on the CPU: the same on every machine.
+
+Taught in 01, section 3.
+"""
 
 from __future__ import annotations
 

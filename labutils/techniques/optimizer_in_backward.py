@@ -1,4 +1,7 @@
-"""The optimizer step inside backward: each gradient is used and freed as soon as it is there."""
+"""The optimizer step inside backward: each gradient is used and freed as soon as it is there.
+
+Taught in large_models, section 3.
+"""
 
 from __future__ import annotations
 

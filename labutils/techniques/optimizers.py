@@ -1,4 +1,7 @@
-"""Optimizers: torch's own, Muon beside AdamW, and AdamW with moments and weights in fewer bits."""
+"""Optimizers: torch's own, Muon beside AdamW, and AdamW with moments and weights in fewer bits.
+
+Taught in large_models, section 5.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a precision means for torch: autocast, a GradScaler, the TF32 switch."""
+"""What a precision means for torch: autocast, a GradScaler, the TF32 switch.
+
+Taught in 01, section 4.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The learning rate of each step."""
+"""The learning rate of each step.
+
+Taught in 02, section 5.
+"""
 
 from __future__ import annotations
 

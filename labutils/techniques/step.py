@@ -1,4 +1,7 @@
-"""One optimizer step over a window of micro-batches: trained, measured and predicted by this."""
+"""One optimizer step over a window of micro-batches: trained, measured and predicted by this.
+
+Taught in 02, section 6.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Can a difference be told from noise? Numbers in pairs, and one rule for all notebooks."""
+"""Can a difference be told from noise? Numbers in pairs, and one rule for all notebooks.
+
+Taught in can_you_tell, section 1.
+"""
 
 from __future__ import annotations
 

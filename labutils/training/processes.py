@@ -1,4 +1,7 @@
-"""Real processes on the CPU, joined by Gloo: each runs a file that a reader can change."""
+"""Real processes on the CPU, joined by Gloo: each runs a file that a reader can change.
+
+Taught in sharding, section 5.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""torch.profiler on any piece of code: the time of each operation."""
+"""torch.profiler on any piece of code: the time of each operation.
+
+Taught in 04, section 5.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run as a JSON file in `runs/`, records side by side, and the long runs that ship."""
+"""A run as a JSON file in `runs/`, records side by side, and the long runs that ship.
+
+Taught in 01, section 6.
+"""
 
 from __future__ import annotations
 

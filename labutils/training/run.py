@@ -1,4 +1,7 @@
-"""From a config to a saved record."""
+"""From a config to a saved record.
+
+Taught in 01, section 2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The one training loop: any module, any loss, every precision."""
+"""The one training loop: any module, any loss, every precision.
+
+Taught in 01, section 5.
+"""
 
 from __future__ import annotations
 
