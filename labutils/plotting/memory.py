@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -64,8 +65,10 @@ def stacked_memory(
         over_marks: Look = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         ax.annotate(f"{left:,.{n_digits}f}", (left, place), (5, 0), bbox=over_marks, **total)
         ticks.append((place, name))
+    at_marks = []
     for label, n_bytes in (marks or {}).items():
         if n_bytes is not None:
+            at_marks.append(n_bytes / MIB)
             ax.axvline(n_bytes / MIB, color=INK, ls="--", lw=1.2)
             text: Look = {"textcoords": "offset points", "annotation_clip": False, "color": INK}
             ax.annotate(label, (n_bytes / MIB, 0.35), (3, 2), **text)
@@ -73,33 +76,28 @@ def stacked_memory(
     ax.set_ylim(place + 0.6, 0.35)
     ax.margins(x=0.1)
     ax.set_xlabel(xlabel, loc="left")
-    if names := _in_order(peaks.values(), _without_room(ax, widest)):
+    if names := _in_order(peaks.values(), _without_room(ax, widest, at_marks)):
         key(ax, names, list(map(color_of, names)))
     return ax
 
 
-def _without_room(ax: Axes, bars: Mapping[str, Rectangle]) -> list[str]:
-    """Write names into their bars; return those that have no room, which are taken away again."""
+def _without_room(ax: Axes, bars: Mapping[str, Rectangle], marks: Sequence[float]) -> list[str]:
+    """Write names into their bars, beside `marks` in MiB; return the names that have no room."""
     names = {}
     for name, bar in bars.items():
-        x, y = bar.get_x() + bar.get_width() / 2, bar.get_y() + bar.get_height() / 2
-        look: Look = {
-            "ha": "center",
-            "va": "center",
-            "size": 7.5,
-            "color": on_color(color_of(name)),
-        }
-        names[name] = ax.text(x, y, name, **look)
+        ends = bar.get_x(), bar.get_x() + bar.get_width()
+        cuts = sorted([*ends, *(mark for mark in marks if ends[0] < mark < ends[1])])
+        start, end = max(pairwise(cuts), key=lambda piece: piece[1] - piece[0])
+        middle = (start + end) / 2, bar.get_y() + bar.get_height() / 2
+        look: Look = {"ha": "center", "va": "center", "size": 7.5}
+        names[ax.text(*middle, name, color=on_color(color_of(name)), **look)] = end - start
     ax.figure.draw_without_rendering()  # only now the widths are known
-    marks = [line.get_window_extent().x0 for line in ax.lines]
     without = []
-    for name, text in names.items():
-        box = text.get_window_extent()
-        # a legend will still move what is drawn, by some pixels
-        is_crossed = any(box.x0 - 12 < mark < box.x1 + 12 for mark in marks)
-        if is_crossed or box.width > 0.94 * bars[name].get_window_extent().width:
+    for text, room in names.items():
+        pixels = np.ptp(ax.transData.transform([(0, 0), (room, 0)])[:, 0])
+        if text.get_window_extent().width > 0.94 * pixels:
+            without.append(text.get_text())
             text.remove()
-            without.append(name)
     return without
 
 

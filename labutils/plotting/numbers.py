@@ -24,8 +24,9 @@ def curves(
 ) -> Axes:
     """Draw {label: {x: y}} as lines with their labels at their ends.
 
-    A y of None leaves a gap. With `log2_ticks` the x axis is logarithmic and labelled there. The
-    name of a precision has its colour; a label that says "predicted" is dashed, without markers.
+    A y of None leaves a gap. Of more than 12 points only the last has a marker. With `log2_ticks`
+    the x axis is logarithmic and labelled there. The name of a precision has its colour; a label
+    that says "predicted" is dashed, without markers.
     """
     ax, ends = new_axis(ax), []
     for i, (label, points) in enumerate(lines.items()):
@@ -34,7 +35,7 @@ def curves(
         look = look_of(label, i)
         if "predicted" in label and len(y) < 6:  # few points are points
             look |= {"marker": "o", "mfc": "white"}
-        ax.plot(x, y, **look, markevery=max(1, len(y) // 12))
+        ax.plot(x, y, **look, markevery=1 if len(y) <= 12 else [-1])
         if np.isfinite(y).any():
             last = np.flatnonzero(np.isfinite(y))[-1]
             ends.append((x[last], y[last], label, look["color"]))

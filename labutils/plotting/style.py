@@ -52,7 +52,7 @@ PRECISIONS = {
     "bf16": ("#0B7A75", "s"),
     "pure_bf16": ("#5FB0AA", "P"),
 }
-CLAIM = "#F2C14E"  # what tutorials say
+CLAIM = "#9AA5B1"  # what tutorials say: nobody's tensors and no precision
 OTHER = "#D5DBE1"  # the sum of what is not named
 COLORS = (INK, "#C05621", "#5F6C79", "#4D7C0F", "#BE3F7F")  # of lines that are neither
 MARKERS = "osDv^PX*"
