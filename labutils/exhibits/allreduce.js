@@ -188,9 +188,8 @@ export function mount(root, data) {
   }
 
   function showChart() {
-    const [low, high] = [-9, 1];
-    const powers = [-9, -7, -5, -3, -1, 1];
-    const ticks = powers.map((e) => [e, e === 1 ? "10" : `10${superscript(e)}`]);
+    const [low, high] = [-8, 0];
+    const ticks = [-8, -6, -4, -2, 0].map((e) => [e, e ? `10${superscript(e)}` : "1"]);
     const counts = WORKERS.map((n) => [Math.log2(n), n]);
     picture.begin(
       { from: 0.7, to: 6.3, ticks: counts, title: "workers" },
@@ -214,7 +213,7 @@ export function mount(root, data) {
     });
     let room = Infinity; // below the label above
     for (const [y, name] of labels.sort((a, b) => b[0] - a[0])) {
-      room = Math.min(y, room - 0.7);
+      room = Math.min(y, room - 0.6);
       picture.text(6.3, room, name, { dx: 2 });
     }
   }

@@ -12,6 +12,7 @@ import {
   powerOf2,
   short,
   slider,
+  steadyParagraph,
   sum,
   table,
   whole,
@@ -109,7 +110,7 @@ export function mount(root, page) {
     play.stop();
     walkFrom({ taken: 0 });
   });
-  const event = paragraph();
+  const event = steadyParagraph();
   const path = chart("the loss scale of each step; a cross is a skipped step", { height: 210 });
   const steps = table(["step", "scale", "largest gradient", "times the scale", "is", "new scale"]);
 

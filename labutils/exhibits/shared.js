@@ -46,6 +46,14 @@ export function draw(parent, tag, attributes = {}, text = "") {
 }
 
 export const paragraph = (...children) => make("p", {}, ...children);
+
+// A paragraph that changes while an exhibit plays. It never shrinks: what is below would jump.
+export function steadyParagraph() {
+  const element = paragraph();
+  const grow = () => (element.style.minHeight = `${element.getBoundingClientRect().height}px`);
+  new ResizeObserver(grow).observe(element);
+  return element;
+}
 export const button = (text, onclick) => make("button", { type: "button", onclick }, text);
 export const details = (title, ...children) =>
   make("details", {}, make("summary", {}, title), ...children);
