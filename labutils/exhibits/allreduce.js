@@ -50,13 +50,10 @@ function sumInRing(parts, start, format) {
 }
 
 function sumInTree(parts, format) {
-  let level = parts;
-  while (level.length > 1) {
-    const next = [];
-    for (let i = 0; i < level.length; i += 2) next.push(round(level[i] + level[i + 1], format));
-    level = next;
-  }
-  return level[0];
+  const half = parts.length / 2;
+  if (half < 1) return parts[0];
+  const [left, right] = [parts.slice(0, half), parts.slice(half)];
+  return round(sumInTree(left, format) + sumInTree(right, format), format);
 }
 
 // At which worker the sum of an element begins in a ring: the first of its parts are longer.
@@ -107,16 +104,13 @@ export function sentBytes(n, parameters, format) {
 
 const asBytes = (x) => (x < 1e9 ? `${short(x / 1e6, 3)} MB` : `${short(x / 1e9, 3)} GB`);
 const asTime = (s) => (s < 1 ? `${short(1000 * s, 3)} ms` : `${short(s, 3)} s`);
+const asCount = (x) => (x < 1e9 ? `${short(x / 1e6, 4)} million` : `${short(x / 1e9, 4)} billion`);
 const asError = (x) => (Number.isFinite(x) ? short(x, 2) : "overflow");
 const LOOKS = {
   FP32: { stroke: "var(--blue)" },
   BF16: { stroke: "var(--green)", "stroke-dasharray": "6 4" },
   FP16: { stroke: "var(--purple)", "stroke-dasharray": "2 3" },
 };
-
-function asCount(x) {
-  return x < 1e9 ? `${short(x / 1e6, 4)} million` : `${short(x / 1e9, 4)} billion`;
-}
 
 export function mount(root, data) {
   const workers = unpacked(data.gradients);

@@ -12,7 +12,6 @@ import {
   powerOf2,
   short,
   slider,
-  steadyParagraph,
   sum,
   table,
   whole,
@@ -110,7 +109,7 @@ export function mount(root, page) {
     play.stop();
     walkFrom({ taken: 0 });
   });
-  const event = steadyParagraph();
+  const event = paragraph();
   const path = chart("the loss scale of each step; a cross is a skipped step", { height: 210 });
   const steps = table(["step", "scale", "largest gradient", "times the scale", "is", "new scale"]);
 

@@ -46,14 +46,6 @@ export function draw(parent, tag, attributes = {}, text = "") {
 }
 
 export const paragraph = (...children) => make("p", {}, ...children);
-
-// A paragraph that changes while an exhibit plays. It never shrinks: what is below would jump.
-export function steadyParagraph() {
-  const element = paragraph();
-  const grow = () => (element.style.minHeight = `${element.getBoundingClientRect().height}px`);
-  new ResizeObserver(grow).observe(element);
-  return element;
-}
 export const button = (text, onclick) => make("button", { type: "button", onclick }, text);
 export const details = (title, ...children) =>
   make("details", {}, make("summary", {}, title), ...children);
@@ -313,8 +305,13 @@ export function layout(root, say, { controls, picture, numbers, folded = [] }) {
 
 // A button that goes on by itself until the end, or until it is pressed again. Pressed at the end it
 // starts anew: `step(true)`.
-export function player(step, isAtEnd, ms = 160) {
+export function player(show, isAtEnd, ms = 160) {
   let timer = 0;
+  const step = (isFirst) => {
+    const card = element.closest(".play");
+    card.style.minHeight = getComputedStyle(card).height; // else what is below would jump
+    show(isFirst);
+  };
   const stop = () => {
     clearInterval(timer);
     timer = 0;

@@ -1,18 +1,17 @@
 // One training step in slow motion: which tensors are alive, in which dtype, and why?
 import {
-  MIB,
   button,
   chart,
   choice,
   jumps,
   layout,
   make,
+  MIB,
   paragraph,
   pattern,
   player,
   slider,
   stack,
-  steadyParagraph,
   sum,
   swatch,
   table,
@@ -185,8 +184,8 @@ export function mount(root, data) {
   });
   const places = make("div");
   const code = make("pre", { tabindex: 0, role: "group", "aria-label": "the training loop" });
-  const sentence = steadyParagraph();
-  const reason = steadyParagraph();
+  const sentence = paragraph();
+  const reason = paragraph();
   const fills = {};
   const course = chart("bytes alive over the step", { height: 250, left: 40, bottom: 26 });
   course.drag((at) => {

@@ -1,13 +1,13 @@
 // One optimizer step of n micro-batches: which bytes come and go, and which stay? And, folded, what
 // does one token weigh if the micro-batches are unequally long?
 import {
-  EDGE,
-  MIB,
   button,
   chart,
+  EDGE,
   jumps,
   layout,
   make,
+  MIB,
   paragraph,
   pattern,
   percent,
@@ -15,7 +15,6 @@ import {
   short,
   slider,
   stack,
-  steadyParagraph,
   sum,
   swatch,
   table,
@@ -123,7 +122,7 @@ export function mount(root, data) {
     });
     return { picture, fills };
   });
-  const sentence = steadyParagraph();
+  const sentence = paragraph();
   const bytes = table(["at this moment, MiB", "", ""]);
   const swatches = looks.map(([name, colour, hatch]) =>
     make("span", {}, swatch(colour, hatch), name),
