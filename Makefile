@@ -81,7 +81,7 @@ $(NPM): tests/exhibits/package-lock.json
 
 test-more: $(VENV)/site $(NPM)
 	if [ -f $(NPM) ]; then $(dir $(NPM)).bin/prettier --config tests/exhibits/package.json \
-	--check labutils/exhibits/*.js labutils/exhibits/*.css docs/*.css; fi
+	--check labutils/course/exhibits/*.js labutils/course/exhibits/*.css docs/*.css; fi
 	$(TWO_AT_ONCE) $(PYTEST) -n 2 --dist loadfile -m "slow and not slowest" tests
 
 test-slow: $(VENV)/installed

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.numerics import FP16
 from labutils import machine
 from labutils.config.card import CARDS, CONTEXT_GIB, CPU
 from labutils.config.choices import PRECISIONS, SIXTEEN_BIT, WITH_BF16, Precision
@@ -41,7 +42,6 @@ from labutils.prediction.memory import STEPS, Prediction, predicted, segments_of
 from labutils.prediction.time import PRODUCTS, Clock, predict_time
 from labutils.techniques import precision
 from labutils.techniques.loss import count_targets, lm_loss_sum
-from labutils.techniques.numerics import FP16
 from labutils.training.train import train
 from labutils.workload.build import build_optimizer, float32_model
 from labutils.workload.data import batches, sequences

@@ -28,9 +28,11 @@ import yaml
 from matplotlib.axes import Axes
 
 from benchmarks import exhibit_tables as tables
+from benchmarks import numerics
+from benchmarks.numerics import FP16, FP32, FloatFormat, rounded
 from labutils.config.card import CARDS, CONTEXT_GIB
 from labutils.config.choices import MODELS, NO_AUTOCAST, PRECISIONS, WITH_BF16
-from labutils.exhibits.play import FOLDER
+from labutils.course.exhibits.play import FOLDER
 from labutils.files import write_atomically
 from labutils.memory.ledger import MIB
 from labutils.plotting import CATEGORIES, curves
@@ -44,8 +46,6 @@ from labutils.prediction.time import (
     SLOW_CALL_SECONDS,
     WIDE_BAND,
 )
-from labutils.techniques import numerics
-from labutils.techniques.numerics import FP16, FP32, FloatFormat, rounded
 from labutils.training.noise import T_95
 from labutils.training.record import read_record
 

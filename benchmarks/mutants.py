@@ -24,7 +24,7 @@ from pathlib import Path
 from coverage import CoverageData
 
 REPO = Path(__file__).resolve().parent.parent
-SOURCES = ("techniques/*", "training/*", "memory/*", "prediction/allocator", "exercises/*")
+SOURCES = ("techniques/*", "training/*", "memory/*", "prediction/allocator", "course/exercises/*")
 LEFT_OUT = "not (slow or slowest or gpu)"
 ENOUGH_S = 90  # of CPU time, for the tests that run a line
 VERDICTS = {0: "survived", 1: "killed", 2: "killed", 4: "killed"}  # by pytest's exit code

@@ -12,7 +12,7 @@ from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.addnodes import pending_xref
 
-from labutils.exhibits import play
+from labutils.course.exhibits import play
 
 ROOT = Path(__file__).parents[1]
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

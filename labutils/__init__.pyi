@@ -1,6 +1,5 @@
 """What `labutils` offers: the list from which names are loaded, and which editors read."""
 
-from . import exercises as exercises
 from . import plotting as plotting
 from .config.card import CARDS as CARDS
 from .config.card import CONTEXT_GIB as CONTEXT_GIB
@@ -9,12 +8,17 @@ from .config.reader import load_card as load_card
 from .config.reader import load_config as load_config
 from .config.schema import Config as Config
 from .config.schema import ConfigError as ConfigError
-from .exhibits import play as play
+from .course import exercises as exercises
+from .course.exhibits import play as play
+from .course.guesses import answer as answer
+from .course.guesses import guess as guess
+from .course.guesses import guessed as guessed
+from .course.guesses import scores as scores
+from .course.session import explain_in_notebooks as explain_in_notebooks
+from .course.session import run_experiment as run_experiment
+from .course.session import run_experiments as run_experiments
+from .course.session import setup as setup
 from .files import runs_dir as runs_dir
-from .guesses import answer as answer
-from .guesses import guess as guess
-from .guesses import guessed as guessed
-from .guesses import scores as scores
 from .machine import card_of as card_of
 from .machine import support as support
 from .memory import snapshot as snapshot
@@ -47,10 +51,6 @@ from .prediction.search import largest_micro_batch as largest_micro_batch
 from .prediction.search import size_that_fits as size_that_fits
 from .prediction.time import predict_module_time as predict_module_time
 from .prediction.time import predict_time as predict_time
-from .session import explain_in_notebooks as explain_in_notebooks
-from .session import run_experiment as run_experiment
-from .session import run_experiments as run_experiments
-from .session import setup as setup
 from .techniques import adapters as adapters
 from .techniques import optimizers as optimizers
 from .techniques import precision as precision

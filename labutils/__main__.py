@@ -1,5 +1,5 @@
 """`python -m labutils`: what the installed command `labutils` does."""
 
-from labutils.cli import start
+from labutils.course.cli import start
 
 raise SystemExit(start())

@@ -12,9 +12,12 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-REPO_DIR = Path(__file__).resolve().parent.parent
+PACKAGE_DIR = Path(__file__).resolve().parent
+REPO_DIR = PACKAGE_DIR.parent
 CONFIGS_DIR = REPO_DIR / "configs"
-REFERENCE_DIR = Path(__file__).resolve().parent / "reference"
+REFERENCE_DIR = PACKAGE_DIR / "reference"
+# These train nothing: what changes in them makes no recorded run another.
+NO_TRAINING = {"plotting", "prediction", "course"}
 
 
 def runs_dir() -> Path:
@@ -64,11 +67,12 @@ def new_id() -> tuple[str, str]:
 
 
 @cache
-def code_version() -> str:
-    """Return a hash of the package's Python files: once they change, no older record is reused."""
+def code_version(package: Path = PACKAGE_DIR) -> str:
+    """Return a hash of the files that train: once they change, no older record is reused."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).resolve().parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        if path.relative_to(package).parts[0] not in NO_TRAINING:
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -10,7 +10,7 @@ import torch
 
 import labutils as lab
 from benchmarks.configs import shipped
-from labutils import session
+from labutils.course import session
 
 
 @pytest.fixture(scope="session")

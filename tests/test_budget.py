@@ -14,18 +14,18 @@ import pytest
 
 from tests.helpers import REPO
 
-DESK = {"session.py", "guesses.py", "cli.py", "course", "exercises", "exhibits"}
+STOREYS = {"prediction": "engine", "course": "desk"}
 CODE_LINES = {
-    "kit": 4_017,  # of labutils, what is in no other storey
+    "kit": 3_965,  # of labutils, what is in no other storey
     "engine": 2_148,  # labutils/prediction
-    "desk": 1_837,  # of labutils, DESK
-    "tests": 7_963,
-    "benchmarks": 2_310,
+    "desk": 1_837,  # labutils/course
+    "tests": 7_953,
+    "benchmarks": 2_346,
     "docs": 160,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
 PAGE_LINES = 3_748  # HTML, JavaScript, CSS and templates in labutils/ and docs/
-WORDS = 3_809  # README, INSTRUCTORS and the package's README
+WORDS = 3_804  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 84,
     "02-Gradient_Accumulation": 84,
@@ -72,7 +72,7 @@ def storey(path) -> str:
     folder, room = path.relative_to(REPO).parts[:2]
     if folder != "labutils":
         return folder
-    return "engine" if room == "prediction" else "desk" if room in DESK else "kit"
+    return STOREYS.get(room, "kit")
 
 
 def test_comments_and_docstrings_are_free():

@@ -12,9 +12,9 @@ import sys
 import pytest
 import torch
 
-from labutils import cli
-from labutils.cli import main
 from labutils.config.card import CARDS
+from labutils.course import cli
+from labutils.course.cli import main
 from labutils.course.labs import core_notebooks
 from labutils.memory.ledger import at_least
 from labutils.training.record import RunRecord, load_record
@@ -91,7 +91,7 @@ def test_pairs_may_follow_one_set_or_each_its_own(monkeypatch):
 @pytest.mark.parametrize("arguments", [["--help"], ["check", "bf16"], ["predict", "--help"]])
 def test_what_needs_no_torch_imports_none(arguments):
     code = (
-        "import sys; from labutils.cli import main; code = main(sys.argv[1:])\n"
+        "import sys; from labutils.course.cli import main; code = main(sys.argv[1:])\n"
         "heavy = {'torch', 'numpy', 'pandas', 'matplotlib', 'transformers', 'rich'}\n"
         "print(code, heavy & sys.modules.keys(), file=sys.stderr)"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labutils import guesses
+from labutils.course import guesses
 from labutils.training.noise import CANNOT_TELL, paired_difference, paired_ratio
 
 

@@ -9,8 +9,8 @@ import sys
 import nbformat
 import pytest
 
-from labutils.cli import main
 from labutils.course import labs
+from labutils.course.cli import main
 from tests.helpers import REPO
 from tests.test_cli import started
 

@@ -10,8 +10,9 @@ import torch
 from tqdm import tqdm
 
 import labutils as lab
-from labutils import machine, session
-from labutils.session import setup
+from labutils import machine
+from labutils.course import session
+from labutils.course.session import setup
 from tests.helpers import CPU
 
 GIB = 2**30

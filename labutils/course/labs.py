@@ -20,7 +20,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from tqdm import tqdm
 
 from labutils.config.schema import ConfigError
-from labutils.exercises import VERDICTS
+from labutils.course.exercises import VERDICTS
 from labutils.files import REPO_DIR, make_folder, runs_dir, write_atomically
 from labutils.machine import choose_device, product_name
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import labutils as lab
-from labutils.cli import main
 from labutils.config.card import CARDS, TIMES_FLOAT32, Speed
 from labutils.config.reader import load_card
 from labutils.config.schema import ConfigError
+from labutils.course.cli import main
 from labutils.prediction.time import predict_time
 
 TEXT = """\

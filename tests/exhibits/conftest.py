@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from labutils.exhibits.play import FOLDER, script_of
+from labutils.course.exhibits.play import FOLDER, script_of
 
 NODE_MODULES = Path(__file__).parent / "node_modules"
 # Numbers that JSON lacks come back as Python's json reads them: NaN, Infinity.

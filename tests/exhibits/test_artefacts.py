@@ -14,7 +14,7 @@ import torch
 import labutils as lab
 from benchmarks import exhibit_tables as tables
 from benchmarks.exhibits import EXHIBITS, made, reserved_mib
-from labutils.exhibits.play import FOLDER
+from labutils.course.exhibits.play import FOLDER
 from labutils.prediction.allocator import DEFAULT
 from labutils.prediction.time import predict_time
 from tests.exhibits.conftest import stored

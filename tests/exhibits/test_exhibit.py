@@ -11,7 +11,7 @@ import torch
 from selenium.webdriver.common.keys import Keys
 
 import labutils as lab
-from labutils.exhibits.play import NAMES, write_page
+from labutils.course.exhibits.play import NAMES, write_page
 from tests.exhibits.conftest import NODE_MODULES, needed
 
 PAGE = '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>An exhibit</title>'

@@ -12,8 +12,8 @@ import torch
 import labutils as lab
 from benchmarks import exhibit_tables as tables
 from benchmarks.exhibits import EXCHANGED, NUMBER_FORMATS, described
+from benchmarks.numerics import FP16
 from labutils.prediction.allocator import DEFAULT, EXPANDABLE, MIB, CachingAllocator
-from labutils.techniques.numerics import FP16
 from labutils.training.noise import CANNOT_TELL, TOO_SMALL
 from tests.exhibits.conftest import stored
 from tests.prediction.allocator_story import story

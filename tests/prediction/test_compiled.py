@@ -10,7 +10,7 @@ from torch import nn
 
 import labutils as lab
 from benchmarks.compiled_table import module_of
-from labutils.cli import AS_EAGER, main
+from labutils.course.cli import AS_EAGER, main
 from labutils.files import REFERENCE_DIR
 from labutils.prediction import compiled
 from labutils.prediction.published import config_of_row

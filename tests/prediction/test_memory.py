@@ -17,8 +17,8 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import labutils as lab
-from labutils.cli import main
 from labutils.config.card import CARDS, PrecisionUnsupported
+from labutils.course.cli import main
 from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import (
     ACTIVATIONS,

@@ -7,10 +7,11 @@ import pytest
 
 import labutils as lab
 from benchmarks.configs import shipped
-from labutils import machine, session
-from labutils.cli import main
+from labutils import machine
 from labutils.config.card import CARDS, CONTEXT_GIB
 from labutils.config.reader import parse_overrides
+from labutils.course import session
+from labutils.course.cli import main
 from labutils.machine import SMALLEST_GIB
 from labutils.prediction import compiled, search
 from labutils.prediction.memory import needed_gib, predict_memory, with_more_sequences

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import labutils as lab
-from labutils import exercises
+from labutils.course import exercises
+from labutils.course.exercises.core import OPEN, is_right
+from labutils.course.exercises.quiz import read
+from labutils.course.exercises.steps import judge_epoch
 from labutils.course.labs import CALL, core_notebooks
-from labutils.exercises.core import OPEN, is_right
-from labutils.exercises.quiz import read
-from labutils.exercises.steps import judge_epoch
 from labutils.memory.tensors import saved_for_backward
 from labutils.plotting.blocks import layout
 from tests.helpers import code_of, read_notebook, said_by_cell

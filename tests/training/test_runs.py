@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import weakref
@@ -15,7 +16,7 @@ import labutils as lab
 from labutils import machine
 from labutils.config.card import PrecisionUnsupported
 from labutils.config.schema import fewer_steps
-from labutils.files import new_id, write_atomically
+from labutils.files import PACKAGE_DIR, code_version, new_id, write_atomically
 from labutils.memory.ledger import MemoryLedger
 from labutils.training import run as module
 from labutils.training.record import RecordError, RunRecord, Timing, load_record, readable
@@ -115,6 +116,15 @@ def test_an_equal_run_is_reused_and_says_so_and_rerun_forces(monkeypatch, capsys
     assert "tiny: override: " in printed and f"tiny: saved tiny-{again.id}.json" in printed
     monkeypatch.setattr(module, "code_version", lambda: "another")
     assert run(rerun=False).id not in (first.id, again.id)
+
+
+def test_a_changed_exercise_leaves_records_as_they_are_and_a_changed_technique_does_not(tmp_path):
+    package, versions = shutil.copytree(PACKAGE_DIR, tmp_path / "labutils"), []
+    for file in ("", "course/exercises/loops.py", "prediction/time.py", "techniques/step.py"):
+        with (package / (file or "course/new.py")).open("a") as opened:
+            opened.write("# another comment\n")
+        versions.append(code_version.__wrapped__(package))
+    assert len(set(versions[:3])) == 1 and versions[3] != versions[0] == code_version()
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"steps": 4}, {"weight_decay": 0.0}], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from labutils.exercises.core import Problem, exercise, is_right, letters_in, numbers_in
+from labutils.course.exercises.core import Problem, exercise, is_right, letters_in, numbers_in
 
 
 @cache

@@ -9,17 +9,17 @@ notebook as `lab.exercises.NAME(...)`, and add answers to `tests/solutions/`.
 
 from __future__ import annotations
 
-from labutils.exercises.checkpoint_code import mended_forward, own_checkpoint
-from labutils.exercises.core import EXERCISES, VERDICTS, hint
-from labutils.exercises.leaks import repair
-from labutils.exercises.loops import (
+from labutils.course.exercises.checkpoint_code import mended_forward, own_checkpoint
+from labutils.course.exercises.core import EXERCISES, VERDICTS, hint
+from labutils.course.exercises.leaks import repair
+from labutils.course.exercises.loops import (
     accumulation_control,
     amp_step,
     amp_window,
     break_one,
 )
-from labutils.exercises.profiling import history, planned_peak
-from labutils.exercises.quiz import (
+from labutils.course.exercises.profiling import history, planned_peak
+from labutils.course.exercises.quiz import (
     accumulation_request,
     best_segments,
     block_runs,

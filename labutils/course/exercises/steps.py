@@ -14,7 +14,7 @@ import torch
 from numpy.linalg import norm
 from torch import nn
 
-from labutils.exercises.core import Problem
+from labutils.course.exercises.core import Problem
 
 Window = list[tuple[torch.Tensor, torch.Tensor]]  # micro-batches: x (rows, 4) and y (rows, 1)
 Step = Callable[..., object]  # (model, window, optimizer, scaler, max_grad_norm)

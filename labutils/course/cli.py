@@ -127,7 +127,7 @@ def run(
     from labutils.config.reader import load_config, parse_overrides
 
     experiment = load_config(config, **parse_overrides(pairs))
-    from labutils.session import run_experiment, setup
+    from labutils.course.session import run_experiment, setup
 
     device = setup()
     record = run_experiment(experiment, device=device, rerun=rerun)
@@ -508,7 +508,7 @@ def labs(
 ) -> None:
     """Execute notebooks, the four or those named; results go to runs/."""
     from labutils.course import labs as notebooks_of
-    from labutils.exhibits import play
+    from labutils.course.exhibits import play
 
     if student and (in_place or keep_going):
         raise typer.BadParameter("--student executes nothing: it excludes the other options")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from labutils.exercises.core import Problem, exercise
-from labutils.exercises.steps import Step, first_problem, judge_epoch, on_one_batch
+from labutils.course.exercises.core import Problem, exercise
+from labutils.course.exercises.steps import Step, first_problem, judge_epoch, on_one_batch
 
 
 @exercise(

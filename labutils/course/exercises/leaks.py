@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from labutils.exercises.core import Problem, exercise
+from labutils.course.exercises.core import Problem, exercise
 from labutils.memory import snapshot
 
 N_STEPS, ROWS = 8, 64

@@ -1,6 +1,6 @@
 """Float formats: layout, range, spacing, rounding. All on the CPU: the same on every machine.
 
-Taught in 01, section 3.
+01, section 3, teaches it; `benchmarks.exhibits` takes its tables from here.
 """
 
 from __future__ import annotations

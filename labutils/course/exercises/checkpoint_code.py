@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves  # private: tensors in any nest of containers
 
-from labutils.exercises.core import Problem, exercise
+from labutils.course.exercises.core import Problem, exercise
 from labutils.memory.tensors import saved_for_backward
 
 EXACT = 1e-9  # relative; most trials count in float64, which autocast leaves alone

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from labutils.exercises.core import Problem, exercise, numbers_in
-from labutils.exercises.quiz import problem_of, read
+from labutils.course.exercises.core import Problem, exercise, numbers_in
+from labutils.course.exercises.quiz import problem_of, read
 from labutils.memory.ledger import MemoryLedger
 
 
