@@ -1,5 +1,5 @@
-"""What a reader and a class meet: a notebook's first cell, guesses, exercises, exhibits, the command
-line, and notebooks executed, copied for students, graded.
+"""What a reader and a class meet: a notebook's first cell, guesses, exercises, exhibits, the
+command line, and notebooks executed, copied for students, graded.
 """
 
 import pkgutil

@@ -395,17 +395,18 @@ export function mount(root, data) {
     segmentsOf(cache).forEach((blocks, i) => {
       const { pool, address } = blocks[0];
       const total = sum(blocks.map(({ size }) => size));
-      const kind = pool === cache.small ? "small" : "large";
-      const label = `segment ${i + 1}: ${mib(total)} MiB, ${kind} pool`;
+      const kind = pool === cache.small ? "small pool, drawn larger" : "large pool";
+      const label = `segment ${i + 1}: ${mib(total)} MiB, ${kind}`;
       maps.append(make("p", {}, label));
       for (let from = 0; from < total; from += pool.segment) {
         const width = Math.min(pool.segment, total - from);
         const line = make("div", { class: "segment", role: "group", "aria-label": label });
         line.style.width = `${(100 * width) / pool.segment}%`;
         for (const block of blocks) {
-          const left = Math.max(block.address - address - from, 0);
-          const right = Math.min(block.address - address - from + block.size, width);
-          if (right > left) line.append(piece(block, left / width, (right - left) / width));
+          const start = block.address - address - from;
+          const [left, right] = [Math.max(start, 0), Math.min(start + block.size, width)];
+          if (right > left)
+            line.append(piece(block, start >= 0, left / width, (right - left) / width));
         }
         maps.append(line);
       }
@@ -415,8 +416,8 @@ export function mount(root, data) {
   }
 
   // The part of a block that lies in a line.
-  function piece(block, left, width) {
-    const text = width > 0.07 ? mib(block.size) : "";
+  function piece(block, isFirst, left, width) {
+    const text = width > 0.07 ? (isFirst ? mib(block.size) : "…") : "";
     const free = () => add({ say: `tensor ${block.number} freed`, free: [block.number] });
     const element = block.used ? button(text, free) : make("span", {}, text);
     const title = block.used
@@ -475,8 +476,8 @@ export function mount(root, data) {
     const { cache, after } = both[Number(state.expandable)];
     limit.show(state.limit, `${state.limit} MiB`);
     expandable.show(state.expandable);
-    const event = storyLength() === story.length ? 1 : storyLength() + 1;
-    storyButton.textContent = `▶ story of notebook 04: event ${event} of ${story.length}`;
+    const isFirst = storyLength() % story.length === 0;
+    storyButton.textContent = `▶ ${isFirst ? "story of notebook 04" : "next event of the story"}`;
     const last = events.at(-1);
     sentence.classList.toggle("oom", Boolean(after.at(-1)?.failed));
     sentence.textContent = last
@@ -512,7 +513,8 @@ export function mount(root, data) {
   };
   const controls = [
     paragraph(
-      "Request ",
+      storyButton,
+      " or request ",
       ...sizes,
       make("label", {}, "or MiB ", own),
       button("Request", () => request(own.valueAsNumber)),
@@ -525,8 +527,6 @@ export function mount(root, data) {
       button("Undo", undo),
       " ",
       button("Start again", clear),
-      " ",
-      storyButton,
     ),
     paragraph(limit.element, expandable.element),
   ];

@@ -107,7 +107,7 @@ const asTime = (s) => (s < 1 ? `${short(1000 * s, 3)} ms` : `${short(s, 3)} s`);
 const asCount = (x) => (x < 1e9 ? `${short(x / 1e6, 4)} million` : `${short(x / 1e9, 4)} billion`);
 const asError = (x) => (Number.isFinite(x) ? short(x, 2) : "overflow");
 const LOOKS = {
-  FP32: { stroke: "var(--blue)" },
+  FP32: { stroke: "#7b8794" },
   BF16: { stroke: "var(--green)", "stroke-dasharray": "6 4" },
   FP16: { stroke: "var(--purple)", "stroke-dasharray": "2 3" },
 };

@@ -62,19 +62,15 @@ export function mount(root, data) {
 
   function showChart() {
     const lowest = Math.min(...points.map((at) => Math.log2(amdahl(at.share, at.product))));
-    const [x, y] = [
-      { from: -7, to: 6 },
-      { from: Math.min(-3, Math.floor(lowest)), to: 4 },
-    ];
+    const x = { from: -7, to: 6 };
+    const y = { from: Math.min(-2, Math.floor(lowest)), to: state.share > 0.95 ? 6 : 4 };
     const asTick = (e) => [e, e < 0 ? `1/${2 ** -e}` : `${2 ** e}`];
     const isShown = (up) => up >= y.from && up <= y.to;
+    const powers = Array.from({ length: 13 }, (_, i) => i - 6);
+    const [some, all] = [powers.filter((e) => e % 2 === 0), powers.filter(isShown)];
     picture.begin(
-      { ...x, ticks: [-6, -4, -2, 0, 2, 4, 6].map(asTick), title: "speed of one matmul, ×" },
-      {
-        ...y,
-        ticks: [-6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4].filter(isShown).map(asTick),
-        title: "speed of the step, ×",
-      },
+      { ...x, ticks: some.map(asTick), title: "speed of one matmul, ×" },
+      { ...y, ticks: all.map(asTick), title: "speed of the step, ×" },
     );
     const curve = [];
     for (let e = x.from; e <= x.to; e += 0.1)
@@ -92,12 +88,7 @@ export function mount(root, data) {
       const { card, product, step } = point;
       const at = [Math.log2(product), Math.log2(step)];
       picture.dot(...at, { fill: "var(--sky)", opacity: isHere(point) ? 1 : 0.4 });
-      const isNear = (ratio) => (other) =>
-        other.product > product && other.product < ratio * product;
-      let label = { dx: 9 };
-      if (points.some(isNear(1.5))) label = { dx: -9, dy: -3, anchor: "end" };
-      if (points.some(isNear(1.05))) label = { dx: 9, dy: 14 };
-      picture.text(...at, card, label);
+      picture.text(...at, card, { dx: 7, dy: 15 });
     }
     const up = Math.log2(amdahl(state.share, state.product));
     const look = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 3 };

@@ -189,7 +189,7 @@ export function mount(root, page) {
     const counts = largest.map((_, i) => i + 1).filter((i) => i % 5 === 0);
     path.begin(
       { from: 0, to: largest.length, ticks: counts.map((i) => [i - 0.5, i]), title: "step" },
-      { from: low, to: high, ticks, title: "scale" },
+      { from: low, to: high, ticks, title: "scale; ✗: the step is skipped" },
     );
     const line = seen.flatMap(({ before }, i) => [
       [i, Math.log2(before)],

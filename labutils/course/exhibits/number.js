@@ -100,12 +100,18 @@ export function mount(root, data) {
   const exponent = slider("exponent bits", { min: 2, max: 8 }, (n) => divide({ exponent: n }));
   const mantissa = slider("mantissa bits", { min: 1, max: 23 }, (n) => divide({ mantissa: n }));
   const hasInf = tick("all exponent bits 1 mean inf or NaN", (isOn) => divide({ has_inf: isOn }));
+  const fields = make("p", { class: "bits" });
   const bits = make("p", {
     class: "bits",
     role: "group",
     "aria-label": "bits; press one to flip it",
   });
-  const picture = chart("the value between its neighbours", { height: 84, left: 20, bottom: 34 });
+  const picture = chart("the value between its neighbours", {
+    height: 84,
+    left: 20,
+    top: 12,
+    bottom: 34,
+  });
   const sentence = paragraph();
   const facts = paragraph();
   const rows = table(["format", "stored value", "error", "relative error", "kind"]);
@@ -116,6 +122,13 @@ export function mount(root, data) {
       if (i === 0) return "sign";
       return i <= format.exponent ? "exponent" : "mantissa";
     });
+    const widths = [
+      ["±", 1],
+      ["exponent", format.exponent],
+      ["mantissa", format.mantissa],
+    ];
+    const fieldOf = ([name, n]) => make("span", { style: `flex: ${n}; text-align: center` }, name);
+    fields.replaceChildren(...widths.map(fieldOf));
     while (bits.children.length > text.length) bits.lastChild.remove();
     kinds.forEach((kind, i) => {
       const cell = bits.children[i] ?? bits.appendChild(button("", () => flip(i)));
@@ -212,14 +225,7 @@ export function mount(root, data) {
       paragraph(make("label", {}, "value ", value), select.element),
       paragraph(size.element),
     ],
-    picture: [
-      bits,
-      paragraph(
-        "Line below a bit: plain for the sign, double for exponent, coloured for mantissa.",
-      ),
-      picture.svg,
-      sentence,
-    ],
+    picture: [fields, bits, picture.svg, sentence],
     numbers: [rows.element, facts],
     folded: [["Divide the bits otherwise", exponent.element, mantissa.element, hasInf.element]],
   });

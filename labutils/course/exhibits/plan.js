@@ -149,7 +149,7 @@ export function mount(root, data) {
     // the card stays in the picture, so that a longer bar nears it
     const room = usable(data, state.setting, own.valueAsNumber) * GIB;
     const reach = 1.15 * Math.max(highest, room > 0 ? room : 0);
-    picture.begin({ from: 0, to: reach }, { from: 0, to: phases.length, ticks });
+    picture.begin({ from: 0, to: reach, title: "GiB" }, { from: 0, to: phases.length, ticks });
     const ends = phases.map(() => 0);
     fills.forEach((fill, i) => {
       const boxes = [];
@@ -164,7 +164,7 @@ export function mount(root, data) {
     ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
     if (room > 0) {
       picture.rule({ x: room }, { stroke: "var(--vermilion)", "stroke-width": 3 });
-      picture.text(room, phases.length, "your card", { dx: -5, dy: 8, anchor: "end" });
+      picture.text(room, phases.length, "your card", { dx: -5, dy: -6, anchor: "end" });
     }
   }
 

@@ -49,13 +49,13 @@ export function mount(root, data) {
   const rows = table(["precision", "loss ± σ", "skipped", "inf or NaN"]);
 
   // The numbers of the first seeds at this step; where a record has no runs they are 0.
-  const at = (record, arm, n = state.n) => {
+  const at = (record, arm, n = state.n, step = state.step) => {
     const runs = record[`${state.rate} ${arm}`]?.slice(0, n) ?? [];
-    return runs.length ? runs.map((run) => run[state.step]) : [0];
+    return runs.length ? runs.map((run) => run[step]) : [0];
   };
 
-  const gapOf = (n) =>
-    difference(at(data.loss, state.base, n), at(data.loss, state.other, n), data.t);
+  const gapOf = (n, step) =>
+    difference(at(data.loss, state.base, n, step), at(data.loss, state.other, n, step), data.t);
 
   function rowOf([arm, words]) {
     const losses = at(data.loss, arm);
@@ -67,16 +67,17 @@ export function mount(root, data) {
   }
 
   function showChart(gap) {
-    picture.svg.style.display = gap.n < 2 ? "none" : "";
-    if (gap.n < 2) return;
-    // one scale for all numbers of seeds, so that the interval is seen to shrink
-    const all = Array.from({ length: n - 1 }, (_, i) => gapOf(i + 2)).filter((one) => one.n > 1);
+    // one scale for all numbers of seeds and steps, so that it is seen to shrink, and to move
+    const counts = Array.from({ length: n - 1 }, (_, i) => i + 2);
+    const each = counts.flatMap((n) => steps.map((_, step) => gapOf(n, step)));
+    const all = each.filter((one) => one.n > 1);
     const ends = all.flatMap((one) => [...one.pairs, one.low, one.high]);
     const reach = Math.max(...ends.map(Math.abs)) || 1;
     const ticks = [-reach, 0, reach].map((x) => [x, short(x, 2)]);
     const title = "difference of the losses, nats. Box: interval of the mean; circles: pairs";
     picture.begin({ from: -1.1 * reach, to: 1.1 * reach, ticks, title }, { from: 0, to: 4 });
     picture.rule({ x: 0 }, { "stroke-dasharray": "3 3" });
+    if (gap.n < 2) return;
     picture.bar([gap.low, gap.high], [2.4, 3.4], { fill: "var(--sky)", stroke: "currentColor" });
     const middle = [
       [gap.mean, 2.2],

@@ -217,7 +217,7 @@ export function mount(root, data) {
       { from: 0, to: n, ticks, title },
       {
         from: 0,
-        to: 1.2 * now.peak,
+        to: 1.2 * Math.max(now.peak, 1.5 * game.goal), // so a better placement looks lower
         ticks: [0, now.peak].map((inputs) => [inputs, short(inputs)]),
         title: "inputs",
       },
@@ -229,8 +229,10 @@ export function mount(root, data) {
     picture.bars(below, { fill: "var(--sky)", ...EDGE });
     picture.bars(above.slice(0, nKept), { fill: "var(--orange)", ...EDGE });
     picture.bars(above.slice(nKept), { fill: hatched, ...EDGE });
-    const look = { stroke: "var(--vermilion)", "stroke-width": 2, "stroke-dasharray": "6 4" };
-    picture.rule({ y: now.peak }, look);
+    const look = { "stroke-width": 2, "stroke-dasharray": "6 4" };
+    picture.rule({ y: game.goal }, { ...look, opacity: 0.5 });
+    picture.text(n, game.goal, "reachable", { dy: 14, anchor: "end" });
+    picture.rule({ y: now.peak }, { stroke: "var(--vermilion)", ...look });
     picture.text(0, now.peak, `peak: ${short(now.peak)} inputs`, { dy: -6 });
   }
 

@@ -148,12 +148,13 @@ export function swatch(colour, hatch) {
   return box;
 }
 
+export const CURSOR = { "stroke-width": 1.5 }; // thin: the peak below it is seen
 export const EDGE = { stroke: "currentColor", "stroke-width": 0.6 };
 
 // Axes and what is drawn on them, in the units of the numbers. Each `begin` clears it and takes
 // two axes: { from, to, ticks: [[value, text]], title }. They are drawn again only where they
 // changed. A chart is 480 units wide.
-export function chart(label, { height = 260, left = 56, right = 12, top = 12, bottom = 40 } = {}) {
+export function chart(label, { height = 260, left = 44, right = 12, top = 28, bottom = 40 } = {}) {
   const width = 480;
   const svg = draw(null, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   svg.setAttribute("aria-label", label);
@@ -248,8 +249,7 @@ export function chart(label, { height = 260, left = 56, right = 12, top = 12, bo
     }
     draw(axes, "line", { x1, x2, y1: bottomLine, y2: bottomLine, ...plain });
     draw(axes, "text", { x: (x1 + x2) / 2, y: height - 4, ...middle }, titles[0]);
-    const turned = `translate(12 ${(top + bottomLine) / 2}) rotate(-90)`;
-    draw(axes, "text", { transform: turned, ...middle }, titles[1]);
+    draw(axes, "text", { x: 0, y: top - 14 }, titles[1]);
   }
 
   // Where a mouse or a finger on the picture points, in the units of the horizontal axis.

@@ -2,6 +2,7 @@
 import {
   button,
   chart,
+  CURSOR,
   choice,
   jumps,
   layout,
@@ -238,7 +239,7 @@ export function mount(root, data) {
   function showCourse() {
     const book = books[state.name];
     const phases = runs[state.name].moments.map(([phase]) => phase);
-    const ticks = ["forward", "loss", "backward"].map((phase) => {
+    const ticks = ["forward", "loss", "backward", "step"].map((phase) => {
       return [(phases.indexOf(phase) + phases.lastIndexOf(phase)) / 2, phase];
     });
     const levels = [0, most].map((bytes) => [bytes, Math.round(bytes / MIB)]);
@@ -248,11 +249,8 @@ export function mount(root, data) {
     );
     const { groups } = runs[state.name];
     const shares = book.map((bytes) => seen.map((g) => bytes[g]));
-    stack(
-      course,
-      shares,
-      seen.map((g) => fills[groups[g]]),
-    );
+    const looks = seen.map((g) => fills[groups[g]]);
+    stack(course, shares, looks);
   }
 
   function showRows() {
@@ -300,7 +298,7 @@ export function mount(root, data) {
     showCode(now[0]);
     showSentence(now);
     reason.textContent = reasonFor(now[0], run);
-    course.point(state.moment + 0.5, { stroke: "var(--vermilion)", "stroke-width": 3 });
+    course.point(state.moment + 0.5, CURSOR);
     showRows();
   }
 
@@ -310,7 +308,7 @@ export function mount(root, data) {
       paragraph(moment.element),
       places,
     ],
-    picture: [course.svg, sentence, reason],
+    picture: [course.svg, reason, sentence],
     numbers: [code, rows.element, copiesText],
     folded: [
       [

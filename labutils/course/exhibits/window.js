@@ -3,6 +3,7 @@
 import {
   button,
   chart,
+  CURSOR,
   EDGE,
   jumps,
   layout,
@@ -75,8 +76,6 @@ function startsOf(all) {
   const isNew = (frame, i) => i === 0 || frame.number !== all[i - 1].number;
   return all.flatMap((frame, i) => (isNew(frame, i) ? [[i, frame.number ?? "step"]] : []));
 }
-
-const CURSOR = { stroke: "var(--vermilion)", "stroke-width": 3 };
 
 export function mount(root, data) {
   const { film, looks } = data;
