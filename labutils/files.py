@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import tempfile
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -36,16 +35,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     A process killed meanwhile leaves a hidden file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-")
+    temporary = path.with_name(f".{path.name[:100]}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w+b") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # in a shared folder others may read it; mkstemp lets nobody
-        Path(temporary).replace(path)
+        temporary.write_bytes(content)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -20,7 +20,6 @@ from labutils.config.card import CARDS, COLUMNS, N_NEEDED, Card, card_of_row
 from labutils.config.schema import (
     CPU_PART,
     MISTAKES_SHOWN,
-    MOVED,
     Config,
     ConfigError,
     combined,
@@ -229,7 +228,7 @@ def config_of(values: Mapping[str, Any], source: str) -> Config:
 
     Raises ConfigError with a line for each value that this version of the course does not know.
     """
-    known, mistakes = typed({key: values[key] for key in values if key not in MOVED})
+    known, mistakes = typed(values)
     mistakes |= disagreements(known)
     if mistakes:
         raise ConfigError("\n".join(f"{source}: {text}" for text in mistakes.values()))

@@ -43,7 +43,6 @@ from labutils.config.choices import (
 )
 
 UNSAID = ("note",)  # it changes no result, so it is not in a run's name
-MOVED = {"save_every": "states of long runs are kept by further/train_gpt2.py --save-every"}
 CPU_PART = "when_cpu"
 NAME_PATTERN = r"^\w[\w.+=-]{0,59}$"
 MAY_SCALE_LOSS = [SIXTEEN_BIT.name, *(row.name for row in PRECISIONS.values() if row.loss_scale)]
@@ -227,9 +226,7 @@ class Config(BaseModel):
         description="cap of CUDA's allocator, to make a large card behave like a small one; "
         "0 = none",
     )
-    # It came later than the first records: those are read with its default.
     expandable_segments: bool = Field(
-        default=False,
         description="true: CUDA's allocator maps memory piece by piece, with fewer holes; "
         "Linux only",
     )
@@ -334,8 +331,6 @@ def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
             key = str(detail["loc"][0])
             if detail["type"] == "missing":
                 missing.append(f"`{key}`")
-            elif key in MOVED:
-                mistakes[key] = f"`{key}` is gone: {MOVED[key]}. Delete this line"
             elif detail["type"] == "extra_forbidden":
                 # a question takes time: only mistakes that are shown have one
                 few = len(mistakes) < MISTAKES_SHOWN

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from labutils.config.schema import MOVED, did_you_mean
+from labutils.config.schema import did_you_mean
 from labutils.files import REFERENCE_DIR, program, runs_dir, write_atomically
 from labutils.memory.ledger import MemoryLedger
 from labutils.training.train import Series
 
-NO_INFLUENCE = {"note", "commit", "notebook", "torch.compile", "resumed", *MOVED}
+NO_INFLUENCE = {"note", "commit", "notebook", "torch.compile"}
 PLANNED = "killed, or still running"  # the reason in a record until its run ends
 DIGITS = {"step_ms": 1, "speedup": 3, "tokens_per_s": 0}  # of a table's numbers
 DIGITS |= {"peak_mib": 1, "saving_percent": 1, "loss": 4}
@@ -53,7 +53,7 @@ class RunRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
-    version: Literal[3, 4] = 4  # 3 has `save_every` in its config
+    version: Literal[4] = 4
     id: str
     created: str
     name: str
@@ -103,14 +103,14 @@ class RunRecord(BaseModel):
             lines.append(f"loss {series.loss[-1]:.4f}{held_out}")
         return "\n".join(lines)
 
-    def save(self, n_bytes: int = 0) -> Path:
-        """Write `runs/<name>-<id>.json` and return its path; spaces fill it up to `n_bytes`.
+    def save(self) -> Path:
+        """Write `runs/<name>-<id>.json` and return its path.
 
         Raises OSError, which names LABUTILS_RUNS, if it cannot.
         """
         path = runs_dir() / f"{self.name}-{self.id}.json"
         try:
-            write_atomically(path, self.model_dump_json(indent=1).encode().ljust(n_bytes))
+            write_atomically(path, self.model_dump_json(indent=1).encode())
         except OSError as error:
             problem = f"nothing can be written to {runs_dir()} ({error.strerror})"
             raise OSError(f"{problem}; LABUTILS_RUNS names the folder of runs") from error

@@ -34,7 +34,6 @@ from labutils.training.record import PLANNED, Outcome, RunRecord, Timing, find_e
 from labutils.training.train import to_device, train
 from labutils.workload.build import Data, build, build_data, build_workload
 
-ROOM = 2**18  # bytes: more than most records have
 UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
 
 
@@ -65,7 +64,7 @@ def run_config(
                 "(equal config, code, corpus and device; rerun=True forces)"
             )
         return known
-    path = record.save(ROOM)  # that there is no room is better known now than after hours
+    path = record.save()  # that nothing can be written is better known now than after an hour
     try:
         if progress:
             announce(run, device)

@@ -240,20 +240,11 @@ def test_a_record_survives_its_file_with_inf_and_nan():
 def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
     target = tmp_path / "x.json"
     write_atomically(target, b"old")
-    code = "import os, labutils.files as files, pathlib\nos.fsync = lambda fd: os._exit(9)\n"
+    code = "import os, labutils.files as files, pathlib\n"
+    code += "pathlib.Path.replace = lambda *paths: os._exit(9)\n"
     code += f"files.write_atomically(pathlib.Path({str(target)!r}), b'new' * 1000)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 9
     assert target.read_bytes() == b"old"
-
-
-def test_records_of_version_3_are_read_and_compared(runs):
-    old = []
-    for n in (5, 20):
-        config = {"precision": "fp32", "steps": 2, "save_every": n}
-        old.append(record(f"every {n}", version=3, config=config))
-        old[-1].save()
-        assert load_record(f"every {n}") == old[-1]
-    assert "save_every" not in lab.compare([*old, record("new")])
 
 
 def test_a_run_that_is_not_over_hides_none_that_is(monkeypatch):
@@ -261,8 +252,6 @@ def test_a_run_that_is_not_over_hides_none_that_is(monkeypatch):
 
     def looks(*args, **options):
         seen.extend([lab.find_runs()[0][-1], load_record("tiny")])
-        path = lab.runs_dir() / f"tiny-{seen[0].id}.json"
-        assert path.stat().st_size == module.ROOM  # the room that the run's record will need
         return train(*args, **options)
 
     monkeypatch.setattr(module, "train", looks)
