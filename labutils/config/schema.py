@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -73,80 +73,54 @@ def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> 
     What is not there breaks no rule. `device_type`, if it is given, adds what that kind of device
     never has.
     """
+    texts: dict[str, str] = {}
+    for key, text in broken_rules(values, device_type):
+        texts[key] = f"{texts[key]}; {text}" if key in texts else f"`{key}`: {text}"
+    return texts
+
+
+def broken_rules(values: Mapping[str, Any], device_type: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for each rule that is broken."""
     value = values.get
     model, precision, seq_len = value("model"), value("precision"), value("seq_len", 0)
-    tokens, steps = value("tokens_per_step", 0), value("steps", 0)
-    warmup = value("lr_warmup_steps", 0)
+    tokens, steps, warmup = (
+        value(key, 0) for key in ("tokens_per_step", "steps", "lr_warmup_steps")
+    )
     per_pass = seq_len * value("micro_batch_size", 0) or tokens or 1
-    next_multiple = tokens - tokens % per_pass + per_pass
-    way_out = f"the next one is {next_multiple}"
-    if next_multiple > MOST:
-        way_out = "use a smaller micro_batch_size"
-    is_pretrained, is_flash = value("weights") == "pretrained", value("attention") == "flash"
-    is_in_backward = value("optimizer_in_backward")
-    rules = [  # (key, whether it is broken, message)
-        (
-            "weights",
-            is_pretrained and model and not MODELS[model].is_published,
-            f"{model} has no pretrained weights; use random, or model: gpt2",
-        ),
-        (
-            "seq_len",
-            is_pretrained and seq_len > 1024,
-            "pretrained GPT-2 knows 1024 positions; use weights: random",
-        ),
-        (
-            "tokens_per_step",
-            tokens % per_pass,
-            f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; {way_out}",
-        ),
-        (
-            "lr_warmup_steps",
-            0 < steps < warmup,
-            f"{warmup} are more than the {steps} steps; 0 is no warm-up",
-        ),
-        (
-            "optimizer_in_backward",
-            is_in_backward and value("max_grad_norm"),
-            "clipping needs all gradients at once; set max_grad_norm to 0",
-        ),
-        (
-            "optimizer_in_backward",
-            is_in_backward and precision in MAY_SCALE_LOSS,
-            "a loss scale needs all gradients at once; use precision: bf16, say",
-        ),
-        (
-            "optimizer_in_backward",
-            is_in_backward and per_pass < tokens,
-            f"updates after each micro-batch; set tokens_per_step to {per_pass}, or "
-            "micro_batch_size up",
-        ),
-        (
-            "attention",
-            is_flash and device_type == "cpu" and value("dropout"),
-            "a CPU has flash without dropout only; use auto, or dropout: 0.0",
-        ),
-        (
-            "attention",
-            is_flash and device_type == "cuda" and precision in NO_AUTOCAST,
-            f"flash exists in 16 bits only, not in {precision}; use auto",
-        ),
-        (
-            "compile",
-            value("compile", "off") != "off" and value("gradient_checkpointing") in TO_HOST,
-            "torch.compile cannot take offload's hooks; use gradient_checkpointing: block, say",
-        ),
-        (
-            "pad_vocab",
-            is_pretrained and value("pad_vocab"),
-            "pretrained weights have GPT-2's vocabulary of 50257; set it to false",
-        ),
-    ]
-    texts: dict[str, str] = {}
-    for key, is_broken, text in rules:
-        if is_broken:
-            texts[key] = f"{texts[key]}; {text}" if key in texts else f"`{key}`: {text}"
-    return texts
+    if value("weights") == "pretrained":
+        if model and not MODELS[model].is_published:
+            yield "weights", f"{model} has no pretrained weights; use random, or model: gpt2"
+        if seq_len > 1024:
+            yield "seq_len", "pretrained GPT-2 knows 1024 positions; use weights: random"
+        if value("pad_vocab"):
+            text = "pretrained weights have GPT-2's vocabulary of 50257; set it to false"
+            yield "pad_vocab", text
+    if tokens % per_pass:
+        next_multiple = tokens - tokens % per_pass + per_pass
+        way_out = f"the next one is {next_multiple}"
+        if next_multiple > MOST:
+            way_out = "use a smaller micro_batch_size"
+        text = f"{tokens} is not a multiple of seq_len × micro_batch_size = {per_pass}; {way_out}"
+        yield "tokens_per_step", text
+    if 0 < steps < warmup:
+        yield "lr_warmup_steps", f"{warmup} are more than the {steps} steps; 0 is no warm-up"
+    if value("optimizer_in_backward"):
+        key = "optimizer_in_backward"
+        if value("max_grad_norm"):
+            yield key, "clipping needs all gradients at once; set max_grad_norm to 0"
+        if precision in MAY_SCALE_LOSS:
+            yield key, "a loss scale needs all gradients at once; use precision: bf16, say"
+        if per_pass < tokens:
+            way_out = f"set tokens_per_step to {per_pass}, or micro_batch_size up"
+            yield key, f"updates after each micro-batch; {way_out}"
+    if value("attention") == "flash":
+        if device_type == "cpu" and value("dropout"):
+            yield "attention", "a CPU has flash without dropout only; use auto, or dropout: 0.0"
+        if device_type == "cuda" and precision in NO_AUTOCAST:
+            yield "attention", f"flash exists in 16 bits only, not in {precision}; use auto"
+    if value("compile", "off") != "off" and value("gradient_checkpointing") in TO_HOST:
+        text = "torch.compile cannot take offload's hooks; use gradient_checkpointing: block, say"
+        yield "compile", text
 
 
 class Config(BaseModel):
