@@ -44,8 +44,8 @@ from .prediction.memory import predict_module as predict_module
 from .prediction.published import config_of_row as config_of_row
 from .prediction.published import measured_on_h100 as measured_on_h100
 from .prediction.published import published as published
+from .prediction.search import Forecast as Forecast
 from .prediction.search import advise as advise
-from .prediction.search import fit as fit
 from .prediction.search import fitting as fitting
 from .prediction.search import largest_micro_batch as largest_micro_batch
 from .prediction.search import size_that_fits as size_that_fits

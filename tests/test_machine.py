@@ -190,7 +190,7 @@ def test_what_takes_long_shows_a_bar_and_what_is_quick_prints_nothing(monkeypatc
         model, ids = lab.build_model(), lab.sequences(16)[:2]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         lab.measure_step(model, [{"input_ids": ids, "labels": ids}], lab.lm_loss_sum, optimizer)
-        lab.fit(lab.load_config("fp32"), gib, "cpu")
+        lab.Forecast(lab.load_config("fp32"), lab.card_of("cpu")).way_out(gib)
 
     work(10)
     assert capsys.readouterr() == ("", "")

@@ -10,7 +10,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from labutils.config.schema import (
     ConfigError,
     combined,
     did_you_mean,
-    disagreements,
     located_corpus,
-    typed,
 )
 from labutils.files import CONFIGS_DIR
 
@@ -221,15 +219,3 @@ def parse_overrides(pairs: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"--set: {pair!r}: expected key=value, as in --set steps=20")
         values[key.strip()] = text.strip()
     return values
-
-
-def config_of(values: Mapping[str, Any], source: str) -> Config:
-    """Return the config that a record holds; `source` names it in errors.
-
-    Raises ConfigError with a line for each value that this version of the course does not know.
-    """
-    known, mistakes = typed(values)
-    mistakes |= disagreements(known)
-    if mistakes:
-        raise ConfigError("\n".join(f"{source}: {text}" for text in mistakes.values()))
-    return Config.model_construct(**known)

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,10 +25,11 @@ from labutils.files import REFERENCE_DIR, make_folder, runs_dir
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
     from labutils.config.card import Card
     from labutils.config.schema import Config
-    from labutils.prediction.search import Plan
+    from labutils.prediction.search import Forecast
 
 EXIT_CODES = {"completed": 0, "interrupted": 130}  # of a run's outcome; 1 for any other
 SPARE = "note", "device", "held-out", "steps", "outcome", "tokens_per_s"  # see _print_table
@@ -228,10 +230,9 @@ def predict(
     place = _card(experiment, device, card, "a100")
     from labutils.memory.ledger import at_least, readable_size
     from labutils.prediction.memory import needed_gib
-    from labutils.prediction.search import fit, unchanged
-    from labutils.prediction.time import predict_time
+    from labutils.prediction.search import Forecast
 
-    asked = unchanged(experiment, place)
+    asked = Forecast(experiment, place)
     ledger = asked.prediction.ledger
     budget, whose = _budget(experiment, place, gpu_memory_gib)
     needed = needed_gib(ledger, place)
@@ -245,12 +246,12 @@ def predict(
                 spare = _spare(needed, budget)
                 detail = f", with {spare}" if spare else ""
             print(f"{verdict} {whose}{detail}", flush=True)
-    time = predict_time(experiment, place) if place.gpu else None
+    time = asked.time if place.gpu else None
     if time and not as_json:
         print("", time, sep="\n", flush=True)
     if fits is False:
         print("looking for changes that fit, up to a minute …", file=sys.stderr)
-    plan = fit(experiment, budget, place) if fits is False and budget is not None else None
+    plan = asked.way_out(budget) if fits is False and budget is not None else None
     last = plan or asked
     notes = [_as_eager(ledger.method), _sixteen_bits(last, budget) if time else MEASURED_HERE]
     note = ". ".join(filter(None, notes))
@@ -288,7 +289,7 @@ def predict(
 
 @app.command()
 def advise(
-    config: Annotated[str, typer.Argument(help=f"{CONFIG}; or {RUN}")],
+    config: ConfigName,
     pairs: Pairs = (),
     device: Device = None,
     card: Sheet = None,
@@ -296,31 +297,11 @@ def advise(
     cards: Cards = False,
     as_json: Json = False,
 ) -> None:
-    """Predict what single changes would save, and cost, in an experiment or a recorded run."""
-    from labutils.config.reader import (
-        config_of,
-        did_you_mean,
-        find_config,
-        load_config,
-        parse_overrides,
-        short_names,
-    )
+    """Predict what single changes would save, and cost, in an experiment."""
+    from labutils.config.reader import load_config, parse_overrides
 
-    memory, overrides = None, parse_overrides(pairs)
-    path = find_config(config)
-    if overrides or (path.is_file() and path.suffix != ".json"):
-        experiment = load_config(config, **overrides)
-    else:
-        from labutils.training.record import RecordError, load_record
-
-        try:
-            record = load_record(config)
-        except RecordError as error:
-            hint = did_you_mean(config, short_names())
-            raise RecordError(f"{error}. Nor is there such a config.{hint}") from None
-        experiment, memory = config_of(record.config, record.name), record.memory
-    own_device = "cpu" if memory and memory.method.startswith("CPU") else "a100"
-    place = _card(experiment, device, card, own_device)
+    experiment = load_config(config, **parse_overrides(pairs))
+    place = _card(experiment, device, card, "a100")
     from labutils.memory.ledger import at_least
     from labutils.prediction.search import advise as advise_on
 
@@ -347,8 +328,6 @@ def advise(
     _print_table(table.astype(object).fillna("–"))
     if note := _as_eager(facts["method"]):
         print(note)
-    if memory:
-        print(f"measured in that run: {memory.peak_bytes / 2**20:,.0f} MiB, {memory.method}")
 
 
 def _card(experiment: Config, device: str | None, sheet: Path | None, usual: str) -> Card:
@@ -420,14 +399,14 @@ def _spare(needed_gib: float, budget_gib: float | None) -> str:
     return f"{spare:.1f} GiB to spare" + (": a desktop may take more" if spare < 1 else "")
 
 
-def _sixteen_bits(plan: Plan, budget_gib: float | None) -> str:
+def _sixteen_bits(plan: Forecast, budget_gib: float | None) -> str:
     """Return in words what 16 bits would do that are faster on the card, or that these are slow."""
     from labutils.config.card import PrecisionUnsupported
     from labutils.config.choices import PRECISIONS, WITH_BF16, WITHOUT_BF16
     from labutils.config.schema import ConfigError
     from labutils.memory.ledger import at_least
 
-    precision, card = PRECISIONS[plan.config.precision], plan.card
+    precision, card = PRECISIONS[plan.run.config.precision], plan.card
     support, other = card.support(precision.name), WITH_BF16 if card.has_bf16 else WITHOUT_BF16
     notes = [f"{precision.name} is slow on {card.name}: {support.reason}"] * support.slow
     is_fastest = precision is other or (precision.is_16bit and not support.slow)
@@ -470,7 +449,6 @@ def doctor() -> None:
 
     from labutils import machine
     from labutils.config.choices import PRECISIONS
-    from labutils.training.run import small_step_ms
 
     problem, device = machine.gpu_problem(), machine.choose_device()
     facts = machine.environment(device) | {"runs": str(runs_dir())}
@@ -486,7 +464,7 @@ def doctor() -> None:
         busy = machine.choose_threads()
         if busy:
             print(f"\n{busy}")
-        step_ms = small_step_ms(device)
+        step_ms = _small_step_ms(device)
         print(
             f"\nWithout a GPU experiments train a small GPT-2. A step takes {step_ms:.0f} ms now."
         )
@@ -497,6 +475,19 @@ def doctor() -> None:
         print(f"Minutes of Run All, by this step: {told}")
     make_folder(runs_dir())
     raise typer.Exit(1 if problem else 0)
+
+
+def _small_step_ms(device: torch.device) -> float:
+    """Return the milliseconds of a step of the small GPT-2 in float32: the median of six."""
+    from labutils.config.reader import load_config
+    from labutils.training.run import UNTIMED_STEPS
+    from labutils.training.train import train
+    from labutils.workload.build import build
+
+    work = build(load_config("fp32"), device)
+    parts = work.model, work.data.batches, work.loss_fn, work.optimizer
+    series = train(*parts, steps=UNTIMED_STEPS + 6, progress=False)
+    return statistics.median(series.step_ms[UNTIMED_STEPS:])
 
 
 @app.command()

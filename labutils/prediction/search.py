@@ -4,6 +4,7 @@ largest batch and model that a device can train.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -27,7 +28,7 @@ from labutils.config.choices import (
     WITHOUT_BF16,
 )
 from labutils.config.reader import load_config
-from labutils.config.schema import Config, ConfigError, resolve
+from labutils.config.schema import Config, ConfigError, Run, resolve
 from labutils.machine import choose_device
 from labutils.memory.device_memory import free_memory, without_expandable_segments
 from labutils.memory.ledger import GIB, MIB, NOT_COMPILED, readable_size
@@ -39,7 +40,7 @@ from labutils.prediction.memory import (
     predicted,
     with_more_sequences,
 )
-from labutils.prediction.time import predict_time
+from labutils.prediction.time import TimeLedger, timed
 from labutils.prediction.trace import with_shape
 
 Changes = dict[str, Any]  # {key of a config: new value}
@@ -53,32 +54,37 @@ ON_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Changes to a config, and what is predicted with them; computed when it is asked for.
+class Forecast:
+    """A config on a card: its run, its bytes, its time, and what would make it fit; each is
+    computed when it is asked for, and once.
 
-    What needs a prediction raises ConfigError or PrecisionUnsupported if the device cannot run it.
+    What needs the run raises ConfigError or PrecisionUnsupported if the card cannot run it.
     """
 
-    config: Config  # as it runs on the card, with the changes
+    config: Config
     card: Card
-    changes: Changes = field(default_factory=dict)
+    changes: Changes = field(default_factory=dict)  # what was made of another config
     costs: dict[str, str] = field(default_factory=dict)  # {key: what it costs besides time}
 
-    def changed(self, changes: Changes, cost: str) -> Plan:
-        """Return this one with a further change, of one key and those that follow from it."""
-        first, *_ = changes
-        config = self.config.model_copy(update=changes)
-        return Plan(config, self.card, self.changes | changes, self.costs | {first: cost})
+    @cached_property
+    def run(self) -> Run:
+        """The config as it runs on the card."""
+        return resolve(self.config, self.card)
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What its run asks of the device."""
-        return predicted(resolve(self.config, self.card).config, self.card)
+        """What the run asks of the card."""
+        return predicted(self.run.config, self.card)
 
     @cached_property
+    def time(self) -> TimeLedger:
+        """A step's time. Raises ValueError for a CPU."""
+        return timed(self.run.config, self.card)
+
+    @property
     def step_ms(self) -> float:
-        """The predicted milliseconds of a step with the changes."""
-        return predict_time(self.config, self.card).step_ms
+        """The milliseconds of a step."""
+        return self.time.step_ms
 
     @property
     def peak_bytes(self) -> int:
@@ -101,11 +107,68 @@ class Plan:
         """The changes as `--set` takes them."""
         return " ".join(f"{key}={value}" for key, value in self.changes.items())
 
+    def __str__(self) -> str:
+        """The bytes, the card that they need, and on a card the time."""
+        needed = readable_size(self.needed_gib * GIB, digits=1)
+        parts = f"{self.config.name}: {self.prediction.ledger}", f"it needs {needed}"
+        return "\n".join([*parts, *[f"\n{self.time}"] * bool(self.card.gpu)])
 
-def unchanged(config: Config, device: Device) -> Plan:
-    """Return the plan of a config on a device, without changes."""
-    run = resolve(config, machine.card_of(device))
-    return Plan(run.config, run.card)
+    def changed(self, changes: Changes, cost: str) -> Forecast:
+        """Return this one with a further change, of one key and those that follow from it."""
+        first, *_ = changes
+        known = self.config if self.changes else self.run.config  # that is resolved already
+        config = known.model_copy(update=changes)
+        return Forecast(config, self.card, self.changes | changes, self.costs | {first: cost})
+
+    def way_out(self, budget_gib: float, may_compile: bool = True) -> Forecast:
+        """Return few changes with which a step fits `budget_gib` of memory; `fits` tells.
+
+        The table's changes are made one after the other until it fits, so that the arithmetic is
+        left alone for as long as can be. Then each one goes without which it fits as well, the
+        dearest first. The tokens per step stay. A twentieth is left free where no other arithmetic
+        is needed for that alone. If nothing fits, the forecast with all changes is returned. On a
+        card, changes that take time or other arithmetic stand back if a compiled step alone fits;
+        only if `may_compile`, because to know that takes half a minute, and what the changes cost
+        must be predicted.
+        """
+        plan = self
+        if plan.fits(budget_gib):
+            return plan
+        goal = ROOM * budget_gib
+        taken: list[tuple[Changes, str]] = []
+        table = changes_of(self.run.config, self.card)
+        quick = [row for row in table if row[0] != COMPILED]  # each compiled trial takes as long
+        for changes, cost in machine.late_bar("changes tried", quick):
+            if plan.fits(goal) or (plan.fits(budget_gib) and changes.keys() & OTHER_ARITHMETIC):
+                break
+            if _why_slow(plan, changes):
+                continue
+            with suppress(ConfigError, PrecisionUnsupported):  # some exclude each other
+                candidate = plan.changed(changes, cost)
+                if candidate.peak_bytes <= plan.peak_bytes:
+                    plan = candidate
+                    taken.append((changes, cost))
+        compiled = next((self.changed(*row) for row in table if row[0] == COMPILED), None)
+        if may_compile and compiled:
+            is_dear = plan.changes.keys() & OTHER_ARITHMETIC or plan.step_ms > self.step_ms
+            # the update is not compiled: half a minute would be in vain if it alone does not fit
+            update_bytes = sum(self.prediction.ledger.phases["optimizer"].values())
+            if is_dear and update_bytes / GIB + CONTEXT_GIB < goal and compiled.fits(goal):
+                return compiled
+        if not plan.fits(goal):
+            goal = budget_gib
+            if not plan.fits(goal):
+                return plan
+        for one in machine.late_bar("does it fit without", taken[::-1]):
+            fewer = self
+            for changes, cost in taken:
+                if changes is not one[0]:
+                    fewer = fewer.changed(changes, cost)
+            with suppress(ConfigError):
+                if fewer.fits(goal):
+                    plan = fewer
+                    taken.remove(one)
+        return plan
 
 
 # ---- The table of changes
@@ -123,75 +186,55 @@ def smaller_batches(config: Config) -> list[int]:
 
 
 def changes_of(config: Config, card: Card) -> list[tuple[Changes, str]]:
-    """Return what saves memory in a resolved config, and what it costs besides time.
+    """Return what saves memory in a resolved config, and what it costs besides time."""
+    is_set = dict(config).items()
+    return [row for row in _possible_changes(config, card) if not row[0].items() <= is_set]
 
-    First stand changes that leave the arithmetic alone, the cheapest before the others; then those
+
+def _possible_changes(config: Config, card: Card) -> Iterator[tuple[Changes, str]]:
+    """Yield what can be changed on a card, whether it is so already or not, and what it costs.
+
+    First come changes that leave the arithmetic alone, the cheapest before the others; then those
     of its precision; last those that change what is learned.
     """
-    sixteen_bit = WITH_BF16 if card.has_bf16 else WITHOUT_BF16
-    chunk = min(CHUNK_TOKENS, max(2, config.micro_batch_size * config.seq_len // 4))
-    has_chunks = 0 < config.loss_chunk_tokens <= CHUNK_TOKENS
-    has_expandable = card.gpu and not (card.is_here and without_expandable_segments())
-    is_16bit = PRECISIONS[config.precision].is_16bit
+    if card.gpu and not (card.is_here and without_expandable_segments()):
+        yield {"expandable_segments": True}, "fewer holes between tensors; Linux only"
+    yield {"use_cache": False}, "no cost: training never reads the cache"
+    yield {"activation": "gelu_tanh"}, "no cost: the same function in one kernel"
+    yield {"optimizer_impl": "fused"}, "no cost: the same update, without temporaries"
+    if ATTENTION[config.attention].keeps_matrices:
+        yield {"attention": "auto"}, "the same sums in another order, without (T, T) matrices"
+    if card.gpu and not COMPILE_MODES[config.compile].is_on:
+        yield COMPILED, "the same sums in fused kernels; the first step waits for the compiler"
+    if not 0 < config.loss_chunk_tokens <= CHUNK_TOKENS:
+        chunk = min(CHUNK_TOKENS, max(2, config.micro_batch_size * config.seq_len // 4))
+        yield {"loss_chunk_tokens": chunk}, "the same products in smaller pieces"
+    if not config.optimizer_in_backward:  # which cannot accumulate
+        for size in smaller_batches(config):
+            yield {"micro_batch_size": size}, "more micro-batches, equal tokens per step"
+    if not CHECKPOINTING[config.gradient_checkpointing].is_on:
+        yield {"gradient_checkpointing": EACH_BLOCK.name}, "each block's forward pass twice"
     is_emulated = card.gpu and card.support(config.precision).slow
+    if is_emulated or not PRECISIONS[config.precision].is_16bit:
+        sixteen_bit = WITH_BF16 if card.has_bf16 else WITHOUT_BF16
+        yield {"precision": sixteen_bit.name}, "matrix multiplications in 16 bits"
+    if OPTIMIZERS[config.optimizer].is_adamw:
+        cost = "a slower update, and moments of 8 bits: compare the losses"
+        yield {"optimizer": SMALLEST_STATE.name}, cost
     in_backward: Changes = {"optimizer_in_backward": True}
     if config.max_grad_norm:
         in_backward["max_grad_norm"] = 0.0
-    table: list[tuple[Any, Changes, str]] = [  # (whether it can be made, change, cost)
-        (has_expandable, {"expandable_segments": True}, "fewer holes between tensors; Linux only"),
-        (True, {"use_cache": False}, "no cost: training never reads the cache"),
-        (True, {"activation": "gelu_tanh"}, "no cost: the same function in one kernel"),
-        (True, {"optimizer_impl": "fused"}, "no cost: the same update, without temporaries"),
-        (
-            ATTENTION[config.attention].keeps_matrices,
-            {"attention": "auto"},
-            "the same sums in another order, without (T, T) matrices",
-        ),
-        (
-            card.gpu and not COMPILE_MODES[config.compile].is_on,
-            COMPILED,
-            "the same sums in fused kernels; the first step waits for the compiler",
-        ),
-        (not has_chunks, {"loss_chunk_tokens": chunk}, "the same products in smaller pieces"),
-    ]
-    if not config.optimizer_in_backward:  # which cannot accumulate
-        for size in smaller_batches(config):
-            cost = "more micro-batches, equal tokens per step"
-            table.append((True, {"micro_batch_size": size}, cost))
-    table += [
-        (
-            not CHECKPOINTING[config.gradient_checkpointing].is_on,
-            {"gradient_checkpointing": EACH_BLOCK.name},
-            "each block's forward pass twice",
-        ),
-        (
-            not is_16bit or is_emulated,
-            {"precision": sixteen_bit.name},
-            "matrix multiplications in 16 bits",
-        ),
-        (
-            OPTIMIZERS[config.optimizer].is_adamw,
-            {"optimizer": SMALLEST_STATE.name},
-            "a slower update, and moments of 8 bits: compare the losses",
-        ),
-        (True, in_backward, "no clipping and no accumulation; the same update otherwise"),
-        (
-            card.gpu and card.has_bf16,
-            {"precision": PURE_BF16},
-            "weights of 8 significant bits lose small updates: compare the losses",
-        ),
-    ]
+    yield in_backward, "no clipping and no accumulation; the same update otherwise"
+    if card.gpu and card.has_bf16:
+        cost = "weights of 8 significant bits lose small updates: compare the losses"
+        yield {"precision": PURE_BF16}, cost
     if config.optimizer_in_backward and config.seq_len > 3:
         half = config.seq_len // 2
         shorter = {"tokens_per_step": half * config.micro_batch_size, "seq_len": half}
-        table.append((True, shorter, "less context: another experiment"))
-    is_set = dict(config).items()
-    return [
-        (made, cost) for possible, made, cost in table if possible and not made.items() <= is_set
-    ]
+        yield shorter, "less context: another experiment"
 
 
-def _why_slow(plan: Plan, changes: Changes) -> str:
+def _why_slow(plan: Forecast, changes: Changes) -> str:
     """Return why 16 bits would be slow on a CPU of this machine: nothing if they are not."""
     is_cpu = plan.card.gpu is None and "precision" in changes
     answer = machine.support(changes["precision"], ON_CPU) if is_cpu else None
@@ -207,9 +250,9 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     have the `device`, and `method`, `peak_bytes`, `needed_gib` and `step_ms` of the config as it
     is. Raises what `predict_memory` raises, for the config as it is.
     """
-    original = unchanged(config, device)
+    original = Forecast(config, machine.card_of(device))
     rows = {}
-    table = changes_of(original.config, original.card)
+    table = changes_of(original.run.config, original.card)
     for changes, cost in machine.late_bar("changes tried", table):
         plan = original.changed(changes, cost)
         if slow := _why_slow(plan, changes):
@@ -234,59 +277,6 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
     if original.card.gpu:
         table.attrs["step_ms"] = original.step_ms
     return table
-
-
-def fit(
-    config: Config, budget_gib: float, device: Device = "a100", may_compile: bool = True
-) -> Plan:
-    """Return few changes with which a step fits `budget_gib` of memory; `Plan.fits` tells.
-
-    The table's changes are made one after the other until it fits, so that the arithmetic is left
-    alone for as long as can be. Then each one goes without which it fits as well, the dearest
-    first. The tokens per step stay. A twentieth is left free where no other arithmetic is needed
-    for that alone. If nothing fits, the plan with all changes is returned. On a card, changes that
-    take time or other arithmetic stand back if a compiled step alone fits; only if `may_compile`,
-    because to know that takes half a minute, and what the changes cost must be predicted.
-    Raises ConfigError or PrecisionUnsupported if the config cannot run on the device at all.
-    """
-    original = plan = unchanged(config, device)
-    if plan.fits(budget_gib):
-        return plan
-    goal = ROOM * budget_gib
-    taken: list[tuple[Changes, str]] = []
-    table = changes_of(original.config, original.card)
-    quick = [row for row in table if row[0] != COMPILED]  # each compiled trial takes as long
-    for changes, cost in machine.late_bar("changes tried", quick):
-        if plan.fits(goal) or (plan.fits(budget_gib) and changes.keys() & OTHER_ARITHMETIC):
-            break
-        if _why_slow(plan, changes):
-            continue
-        with suppress(ConfigError, PrecisionUnsupported):  # some exclude each other
-            candidate = plan.changed(changes, cost)
-            if candidate.peak_bytes <= plan.peak_bytes:
-                plan = candidate
-                taken.append((changes, cost))
-    compiled = next((original.changed(*row) for row in table if row[0] == COMPILED), None)
-    if may_compile and compiled:
-        is_dear = plan.changes.keys() & OTHER_ARITHMETIC or plan.step_ms > original.step_ms
-        # the update is not compiled: half a minute would be in vain if it alone does not fit
-        update_bytes = sum(original.prediction.ledger.phases["optimizer"].values())
-        if is_dear and update_bytes / GIB + CONTEXT_GIB < goal and compiled.fits(goal):
-            return compiled
-    if not plan.fits(goal):
-        goal = budget_gib
-        if not plan.fits(goal):
-            return plan
-    for one in machine.late_bar("does it fit without", taken[::-1]):
-        fewer = original
-        for changes, cost in taken:
-            if changes is not one[0]:
-                fewer = fewer.changed(changes, cost)
-        with suppress(ConfigError):
-            if fewer.fits(goal):
-                plan = fewer
-                taken.remove(one)
-    return plan
 
 
 # ---- The largest sizes that fit
@@ -348,13 +338,14 @@ def fitting(*names: str, **overrides: Any) -> list[Config]:
     each other and with other machines.
     """
     configs = [load_config(name, **overrides) for name in names]
-    original = unchanged(configs[0], machine.card(choose_device()))
-    sequences = original.config.tokens_per_step // original.config.seq_len
-    for size in reversed(range(1, original.config.micro_batch_size + 1)):
+    original = Forecast(configs[0], machine.card(choose_device()))
+    largest = original.run.config.micro_batch_size
+    sequences = original.run.config.tokens_per_step // original.run.config.seq_len
+    for size in reversed(range(1, largest + 1)):
         plan = original.changed({"micro_batch_size": size}, "")
         if sequences % size == 0 and (size == 1 or plan.fits(original.card.memory_gib)):
             break
-    if size == original.config.micro_batch_size:
+    if size == largest:
         return configs
     overrides |= {"note": f"micro-batch reduced to {size} to fit memory", "micro_batch_size": size}
     return [
@@ -371,7 +362,7 @@ def require_host_memory(config: Config) -> None:
 
     Linux would kill the whole process. (CUDA's allocator says no in time.)
     """
-    needed = Plan(config, CPU).needed_gib * GIB
+    needed = Forecast(config, CPU).needed_gib * GIB
     if needed <= machine.free_bytes(ON_CPU):
         return
     free_memory()
@@ -389,7 +380,8 @@ def suggest_changes(config: Config, device: torch.device) -> str:
     if card.gpu and config.memory_limit_gib:
         budget = min(budget, config.memory_limit_gib + context_gib)
     try:
-        plan = fit(config, budget, card, may_compile=False)  # a hint that comes at once
+        # a hint that comes at once
+        plan = Forecast(config, card).way_out(budget, may_compile=False)
         is_enough = plan.fits(budget)
         needed = readable_size((plan.needed_gib - context_gib) * GIB)
     except Exception as error:  # a hint must not cost what it is a hint for

@@ -161,14 +161,19 @@ def predict_time(config: Config, device: Device = "a100") -> TimeLedger:
     19 that came when the rest of the model stood (ids A, J and O): 19 % in the median.
     """
     run = resolve(config, machine.card_of(device))
-    config, precision = run.config, PRECISIONS[run.config.precision]
-    trace = trace_config(config, run.card.gpu)
+    return timed(run.config, run.card)
+
+
+def timed(config: Config, card: Card) -> TimeLedger:
+    """Return the predicted time for a resolved config."""
+    precision = PRECISIONS[config.precision]
+    trace = trace_config(config, card.gpu)
     n_micro_batches = config.grad_accum_steps
     segments = segments_of(trace, n_micro_batches)
     if precision.loss_scale:
         segments.append(_unscaling(trace))
     fused = fuse(trace.segments) if COMPILE_MODES[config.compile].is_on else None
-    clock = Clock(run.card, tf32=precision.tf32, fused=fused)
+    clock = Clock(card, tf32=precision.tf32, fused=fused)
     clock.run(segments)
     return clock.ledger(config.tokens_per_step, is_small=config.micro_batch_size == 1)
 

@@ -32,7 +32,7 @@ from labutils.techniques.precision import tf32
 from labutils.techniques.schedule import learning_rate_at
 from labutils.training.record import PLANNED, Outcome, RunRecord, Timing, find_equal
 from labutils.training.train import to_device, train
-from labutils.workload.build import Data, build, build_data, build_workload
+from labutils.workload.build import Data, build_data, build_workload
 
 UNTIMED_STEPS = 2  # the first steps allocate optimizer state and choose kernels
 
@@ -145,14 +145,6 @@ def announce(run: Run, device: torch.device) -> None:
         lines.append(f"the first step compiles the model ({mode}); that takes a while")
     for line in lines:
         print(f"{config.name}: {line}")
-
-
-def small_step_ms(device: torch.device) -> float:
-    """Return the milliseconds of a step of the small GPT-2 in float32: the median of six."""
-    work = build(load_config("fp32"), device)
-    parts = work.model, work.data.batches, work.loss_fn, work.optimizer
-    series = train(*parts, steps=UNTIMED_STEPS + 6, progress=False)
-    return statistics.median(series.step_ms[UNTIMED_STEPS:])
 
 
 def rate_of(config: Config) -> Callable[[int], float]:

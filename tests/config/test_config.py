@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.configs import commented, json_schema, shipped
 from labutils.config import reader, schema
-from labutils.config.reader import config_of, load_card, load_config, parse_overrides
+from labutils.config.reader import load_card, load_config, parse_overrides
 from labutils.config.schema import ConfigError
 from labutils.files import CONFIGS_DIR
 
@@ -299,12 +299,3 @@ def test_a_bad_change_is_named_as_a_bad_override_is(values, expected):
 def test_the_schema_file_equals_the_model():
     written = (CONFIGS_DIR / "schema.json").read_text(encoding="utf-8")
     assert json.loads(written) == json_schema(), "run `make configs`"
-
-
-def test_the_config_of_an_old_record_loads_or_says_what_is_unknown():
-    values = load_config("fp32").model_dump(exclude={"overrides"})
-    assert config_of(values, "old run") == load_config("fp32")
-    with pytest.raises(ConfigError, match=r"old run: `optimizer`: expected .*'adagrad'"):
-        config_of(values | {"optimizer": "adagrad"}, "old run")
-    with pytest.raises(ConfigError, match="old run: unknown key `gone`"):
-        config_of(values | {"gone": 1}, "old run")

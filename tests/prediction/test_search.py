@@ -15,7 +15,7 @@ from labutils.course.cli import main
 from labutils.machine import SMALLEST_GIB
 from labutils.prediction import compiled, search
 from labutils.prediction.memory import needed_gib, predict_memory, with_more_sequences
-from labutils.prediction.search import advise, fit, suggest_changes, unchanged
+from labutils.prediction.search import Forecast, advise, suggest_changes
 from labutils.prediction.time import predict_time
 from labutils.prediction.trace import with_shape
 from labutils.training import run as training_run
@@ -32,6 +32,10 @@ def config() -> lab.Config:
     return lab.load_config("fp32", **SMALL)
 
 
+def forecast(config, device="a100"):
+    return Forecast(config, lab.card_of(device))
+
+
 def budget_of(config: lab.Config, share: float) -> float:
     """Return GiB of a card with this share of the memory that a config needs."""
     return CONTEXT_GIB + share * (needed_gib(predict_memory(config)) - CONTEXT_GIB)
@@ -40,7 +44,7 @@ def budget_of(config: lab.Config, share: float) -> float:
 @pytest.mark.parametrize("share", [0.999, 0.6, 0.35])
 def test_a_plan_fits_keeps_the_tokens_per_step_and_has_no_change_too_many(config, share):
     budget = budget_of(config, share)
-    plan = fit(config, budget)
+    plan = forecast(config).way_out(budget)
     goal = budget * (search.ROOM if share > 0.4 else 1)
     assert plan.fits(goal) and plan.changes
     assert plan.config.tokens_per_step == config.tokens_per_step
@@ -57,7 +61,7 @@ def test_a_plan_fits_keeps_the_tokens_per_step_and_has_no_change_too_many(config
 
 def test_a_smaller_batch_is_as_large_as_fits(config):
     budget = budget_of(config, 0.7)
-    plan = fit(config, budget)
+    plan = forecast(config).way_out(budget)
     assert plan.changes["micro_batch_size"] == 2
     four = needed_gib(
         predict_memory(config.model_copy(update=plan.changes | {"micro_batch_size": 4}))
@@ -67,23 +71,23 @@ def test_a_smaller_batch_is_as_large_as_fits(config):
 
 def test_room_is_not_bought_with_another_arithmetic(config):
     budget = budget_of(config, 0.4)
-    plan = fit(config, budget)
+    plan = forecast(config).way_out(budget)
     assert search.ROOM * budget < plan.needed_gib <= budget
     assert set(plan.changes) == {"activation", "micro_batch_size"}
 
 
 def test_where_nothing_fits_all_changes_are_told_and_where_all_fits_nothing_is_changed(config):
-    plan = fit(config, CONTEXT_GIB)
+    plan = forecast(config).way_out(CONTEXT_GIB)
     assert not plan.fits(CONTEXT_GIB)
     assert {"gradient_checkpointing", "micro_batch_size"} <= set(plan.changes)
     assert plan.fits(plan.needed_gib + 1e-6)
-    assert fit(config, unchanged(config, "a100").needed_gib + 0.001).changes == {}
+    assert forecast(config).way_out(forecast(config).needed_gib + 0.001).changes == {}
 
 
 def test_what_leaves_the_arithmetic_alone_comes_before_16_bits_and_what_is_learned():
     def order(card: str, **changes) -> list[str]:
-        plan = unchanged(lab.load_config("fp32", **SMALL | changes), card)
-        return [plan.changed(*row).name for row in search.changes_of(plan.config, plan.card)]
+        plan = forecast(lab.load_config("fp32", **SMALL | changes), card)
+        return [plan.changed(*row).name for row in search.changes_of(plan.run.config, plan.card)]
 
     assert order("a100") == [
         "expandable_segments=True",
@@ -106,15 +110,15 @@ def test_what_leaves_the_arithmetic_alone_comes_before_16_bits_and_what_is_learn
 def test_a_compiled_step_alone_spares_what_takes_time_unless_the_answer_is_wanted_at_once(
     config, monkeypatch
 ):
-    plan = unchanged(config, "a100").changed(search.COMPILED, "")
+    plan = forecast(config).changed(search.COMPILED, "")
     budget = 1.001 * plan.needed_gib / search.ROOM
-    assert fit(config, budget).changes == search.COMPILED
+    assert forecast(config).way_out(budget).changes == search.COMPILED
     with monkeypatch.context() as patch:
         # on a GPU here a time needs memory, and it has just run out
-        patch.setattr(search, "predict_time", None)
-        at_once = fit(config, budget, may_compile=False)
+        patch.setattr(search, "timed", None)
+        at_once = forecast(config).way_out(budget, may_compile=False)
     assert at_once.fits(budget) and "compile" not in at_once.changes
-    assert plan.step_ms < unchanged(config, "a100").step_ms < at_once.step_ms
+    assert plan.step_ms < forecast(config).step_ms < at_once.step_ms
     on_card, on_cpu = (advise(config, device).index for device in ("a100", "cpu"))
     assert "compile=default" in on_card and "compile=default" not in on_cpu
 
@@ -132,7 +136,7 @@ def test_advice_says_where_the_compiler_does_not_plan_a_step(monkeypatch):
 def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
     shape = {"seq_len": 1024, "micro_batch_size": 1, "tokens_per_step": 1024}
     model = {"model": "gpt2-xl", "dropout": 0.0, "max_grad_norm": 0.0}
-    plan = lab.fit(lab.load_config("fp32", **shape, **model), 7.6, "rtx4060")
+    plan = forecast(lab.load_config("fp32", **shape, **model), "rtx4060").way_out(7.6)
     assert plan.fits(7.6)
     assert {"optimizer", "optimizer_in_backward", "gradient_checkpointing"} <= set(plan.changes)
 
@@ -145,7 +149,7 @@ def test_the_solver_finds_a_recipe_for_xl_in_eight_gib():
 )
 def test_the_first_suggestion_lowers_the_ledger_in_every_shipped_config(name):
     device = "rtx4060" if name == "xl" else "cpu"  # there nothing is left that would help xl
-    config = unchanged(lab.load_config(name), device).config
+    config = forecast(lab.load_config(name), device).run.config
     advice = advise(config, device)
     again = predict_memory(
         lab.load_config(name, **parse_overrides(advice.index[0].split())), device
@@ -192,17 +196,6 @@ def test_advice_names_its_device_and_hears_each_option(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("fp32+") and " on mine: a peak of " in printed
     assert "precision=fp16" in printed and "bf16" not in printed and "fits 3" in printed
-
-
-def test_a_record_can_be_advised_from_the_command_line(runs, capsys):
-    shape = [f"--set={key}={value}" for key, value in SHORT.items()]
-    assert main(["run", "fp32", *shape, "--set=steps=9", "--set=name=mine"]) == 0
-    capsys.readouterr()
-    assert main(["advise", "mine"]) == 0
-    from_record = capsys.readouterr().out
-    assert (
-        from_record.startswith("mine on cpu: a peak of ") and "measured in that run" in from_record
-    )
 
 
 # ---- The largest sizes
@@ -275,9 +268,9 @@ def test_ways_out_fit_what_is_free(monkeypatch):
     monkeypatch.setattr(machine, "free_bytes", lambda _: free * GIB)
     answer = suggest_changes(config, CPU)
     assert answer.startswith(f"{1024 * free:.0f} MiB are free now. Cheapest way out (predicted): ")
-    assert fit(config, free, "cpu").name in answer
+    assert forecast(config, "cpu").way_out(free).name in answer
     assert "precision" not in answer  # what leaves the arithmetic alone is enough
-    monkeypatch.setattr(search, "predict_time", lambda *_: pytest.fail("times were predicted"))
+    monkeypatch.setattr(search, "timed", lambda *_: pytest.fail("times were predicted"))
     assert suggest_changes(config, CPU) == answer
     monkeypatch.setattr(machine, "free_bytes", lambda _: 2**20)
     tiny = lab.load_config("fp32", **SHORT)
