@@ -50,6 +50,7 @@ TO_HOST = [row.name for row in CHECKPOINTING.values() if row.to_host]
 MOST = 10**9
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountOrOff = Annotated[int, Field(ge=0, le=MOST)]
+# A file of another tool has a mistake in each line; nobody reads the twenty-first.
 MISTAKES_SHOWN = 20
 
 
@@ -347,6 +348,8 @@ def combined(
     """Return the config of a file's two parts and of overrides, which are in its name; and {key:
     what is wrong} on a GPU and on a CPU. If anything is, the config is of no use.
     """
+    # Both parts are judged everywhere: a file that is right on the laptop of its author must not
+    # fail on the card that it was written for.
     gpu, mistakes = typed(values | overrides)
     cpu, mistakes_on_cpu = typed(values | when_cpu | overrides)
     broken, broken_on_cpu = disagreements(gpu), disagreements(cpu)
@@ -374,6 +377,7 @@ def _named(name: str, changes: Mapping[str, Any]) -> dict[str, str]:
             words.append(f"{key}={word}")
     if not words:
         return {}
+    # The name is the file's name of its record: most file systems take 255 bytes, people fewer.
     long = "+".join([name, *words])
     short = f"{name[:53]}+{hashlib.sha256(long.encode()).hexdigest()[:6]}"
     note = f"{name} with {', '.join(words)}"
@@ -412,6 +416,8 @@ def resolve(config: Config, card: Card, *, to_train: bool = False) -> Run:
     resolved, changes = config.on(card.device_type), config.changes(card.device_type)
     precision = precision_on(resolved.precision, card)
     resolved = resolved.model_copy(update={"precision": precision})
+    # To time its products takes a moment, and the answer differs while other programs compute:
+    # a prediction of bytes must not depend on it.
     if card.gpu is None and not to_train:
         return Run(resolved, card, resolved.steps, changes)
     support = card.require(precision)

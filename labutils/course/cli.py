@@ -92,6 +92,7 @@ def start() -> int:
     return main()
 
 
+# Typer takes one value for each `--set`. People write, and we print, `--set a=1 b=2`.
 def one_each(arguments: Sequence[str]) -> list[str]:
     """Return arguments with `--set` before each of the pairs that follow it."""
     each: list[str] = []
@@ -122,6 +123,7 @@ def run(
     rerun: Rerun = False,
 ) -> None:
     """Train an experiment; save its record in runs/."""
+    # Under torchrun each process would train the whole step and write a record of its own.
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         script = "torchrun further/train_gpt2.py"
         print(f"labutils trains in one process; {script} shares a step", file=sys.stderr)
@@ -175,6 +177,8 @@ def _print_table(table: pd.DataFrame) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    # rich alone would fold a run's id into four lines in a terminal of 80 columns: nobody could
+    # copy it.
     width = shutil.get_terminal_size((1000, 24)).columns  # 1000 where there is no terminal
     table, left_out = table.reset_index().astype(str), []
     for name in filter(table.columns.__contains__, SPARE):
@@ -343,6 +347,7 @@ def _card(experiment: Config, device: str | None, sheet: Path | None, usual: str
             place = card_named(name)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+    # Said before torch is imported, which takes seconds in which nothing else is seen.
     on = experiment.on("cpu" if name == "cpu" and not sheet else "cuda")
     shape = f"{on.model}, {on.micro_batch_size} × {on.seq_len} tokens, {on.precision}"
     where = place.name if place else name
@@ -364,6 +369,8 @@ def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None
     """
     from labutils.config.card import CONTEXT_GIB
 
+    # A CPU has no memory of its own to fit into; what is free on this machine now says little
+    # about the one that will train.
     if not card.gpu:
         return gib, f"{gib} GiB, a tenth counted in for what no tensor can use"
     if gib is not None:

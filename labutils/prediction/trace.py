@@ -301,6 +301,9 @@ def _adds_in_place(a: Any, b: Any) -> bool:
         return False
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    # Autograd asks whether anybody else could see the sum happen in the first buffer. So we ask,
+    # too, and in the only way there is: by counting. There is no public question for it, and a
+    # book of our own about who holds which gradient would have to follow hooks, views, checkpoints.
     # 4 and 2 are the reference counts of such a buffer here, Python's included. They are private to
     # torch; the tests against the real allocator notice when they change.
     return a._use_count() == 4 and torch._C._storage_Use_Count(a.untyped_storage()._cdata) == 2
@@ -340,6 +343,7 @@ def trace_step(
     def traced_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         if log.gpu:  # it is moved there: in new tensors
             batch = tree_map_only(torch.Tensor, torch.clone, batch)
+        # Backward begins with the scaled loss, so both are alive until then.
         loss = loss_fn(model, batch)
         # All that is traced of a GradScaler, whose other work is on a few scalars.
         return loss * torch.tensor(loss_scale) if loss_scale else loss
@@ -361,6 +365,7 @@ def trace_step(
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             standing[log.name(tensor, PARAMETERS)] = None
 
+    # The order decides which tensors share a segment of the allocator.
     model.apply(name_tensors)  # in the order of `model.to(device)`
 
     def name_gradient(parameter: torch.Tensor) -> None:
@@ -458,6 +463,7 @@ def traced_module(
             is_open = group.get("foreach", False) is None
             if is_open and not group.get("fused") and not group.get("differentiable"):
                 group["foreach"] = True
+        # A third micro-batch does what the second does: it would cost time and tell nothing.
         batches = [batch] * min(grad_accum_steps, 2)
         batches = tree_map_only(torch.Tensor, lambda x: fake.from_tensor(_twin(x)), batches)
         log.others, kept = {}, [None]
@@ -512,6 +518,7 @@ def traced_module(
 @contextmanager
 def without_data(model: nn.Module) -> Iterator[None]:
     """Inside, a model's parameters and buffers have no data. Afterwards all is as before."""
+    # Tied weights are one tensor under two names, so each gets one twin, found by `id`.
     before = []
     twins: dict[int, torch.Tensor] = {}
     attributes = [(module, {**vars(module)}) for module in model.modules()]
@@ -611,6 +618,7 @@ def trace_config(config: Config, gpu: Gpu | None, is_compiled: bool = False) -> 
     return _traced(shaped.model_copy(update=SAME).model_dump_json(), gpu, is_compiled)
 
 
+# A search asks for the same step again and again.
 @lru_cache(maxsize=32)
 def _traced(config_json: str, gpu: Gpu | None, is_compiled: bool) -> Trace:
     config = Config.model_validate_json(config_json)

@@ -20,6 +20,7 @@ from labutils.files import REFERENCE_DIR, program, runs_dir, write_atomically
 from labutils.memory.ledger import MemoryLedger
 from labutils.training.train import Series
 
+# They may differ between runs of equal losses.
 NO_INFLUENCE = {"note", "commit", "notebook", "torch.compile"}
 PLANNED = "killed, or still running"  # the reason in a record until its run ends
 DIGITS = {"step_ms": 1, "speedup": 3, "tokens_per_s": 0}  # of a table's numbers
@@ -53,6 +54,7 @@ class RunRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
+    # A file of another version is refused: to guess what its keys meant would be worse.
     version: Literal[4] = 4
     id: str
     created: str
@@ -169,6 +171,7 @@ def find_equal(planned: RunRecord) -> RunRecord | None:
     Only files of the record's name are read, the newest first.
     """
     for path in reversed(_record_files(planned.name)):
+        # A damaged file must not stop a run that does not need it.
         with suppress(RecordError):  # `find_runs` names it
             other = _read(path)
             is_whole = other.outcome == "completed" and other.steps_planned == planned.steps_planned
@@ -189,6 +192,7 @@ def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
     no verdict on times: single runs are no pairs (see `noise.paired_ratio`).
     """
     trained = [record for record in records if record.series.loss]
+    # Runs of unequal batches or lengths are only comparable after equally many tokens.
     tokens = min((record.tokens for record in trained), default=0)
     differing = _differing([_config_as_run(record) for record in trained])
     rows = []
@@ -204,6 +208,7 @@ def compare(records: Sequence[RunRecord]) -> pd.DataFrame:
         rows.append(row)
     index = pd.Index(labels(records), name="run")
     table = pd.DataFrame(rows, index, [*differing, *DIGITS, "outcome"])
+    # No verdict on times: a single run has no noise to hold a difference against.
     table["speedup"] = table.step_ms.iloc[0] / table.step_ms
     table["saving_percent"] = 100 * (1 - table.peak_mib / table.peak_mib.iloc[0])
     table.attrs["notes"] = _notes(trained, tokens)

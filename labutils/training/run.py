@@ -53,9 +53,13 @@ def run_config(
     memory.
     """
     config = config if isinstance(config, Config) else load_config(config)
+    # Once, and before anything is allocated: all that follows asks this run, so that training,
+    # record and announcement cannot differ about, say, which 16 bits were meant.
     run = resolve(config, machine.card(device), to_train=True)
     data = build_data(run.config)
     record = planned_record(run, device, data)
+    # Equal code on an equal device gives equal losses, so nobody waits for them a second time:
+    # Run All of a notebook that was stopped goes on where it was.
     known = None if rerun else find_equal(record)
     if known:
         if progress:
@@ -68,17 +72,21 @@ def run_config(
     try:
         if progress:
             announce(run, device)
+        # Both are settings of the process, not of a run: they are taken back whatever happens.
         with (
             expandable_segments(run.config.expandable_segments, device),
             memory_limit(run.config.memory_limit_gib, device),
         ):
+            # CUDA's allocator raises, and the next cell runs. Linux would kill the whole kernel.
             if device.type == "cpu":
                 require_memory(run.config)
             _train_and_measure(run, device, data, record, progress)
+    # Also Ctrl-C: the steps until then are a result, and a class ends before all runs do.
     except BaseException as error:
         record.outcome, reason = _outcome_of(error)
         n_done = len(record.series.loss)
         record.reason = f"after {n_done} of {run.steps} steps: {reason}" if n_done else reason
+        # A fault of the code is no outcome to compare: the traceback has to be seen.
         if record.outcome == "failed":
             record.save()
             raise
@@ -188,6 +196,7 @@ def _train_and_measure(
     finally:
         record.timing = timing_of(record.series.step_ms, work.model, config, device)
     record.outcome, record.reason = "completed", ""
+    # Not inside training: to measure takes time, and a step's time would then have that in it.
     loss_fn, compiled = work.loss_fn, ""
     if COMPILE_MODES[config.compile].is_on:
         mode = record.environment["torch.compile"] = loss_fn.report
@@ -229,6 +238,7 @@ def peak_rate(precision: str, device: torch.device) -> tuple[float, str]:
     float32 product's, or that of the precision's own dtype where it is faster: a 16-bit product
     without hardware is nobody's peak.
     """
+    # Large enough for a card's peak; on a CPU a product of this size would take seconds.
     row, n, how = PRECISIONS[precision], 4096, ""
     kind = row.products
     if device.type == "cuda":
@@ -259,9 +269,11 @@ def timing_of(
     step_ms: list[float], model: nn.Module, config: Config, device: torch.device
 ) -> Timing | None:
     """Return median and rates of the steps after the first UNTIMED_STEPS (or of what there is)."""
+    # of a run that was stopped at once its only step is better than nothing
     timed = step_ms[UNTIMED_STEPS:] or step_ms[-1:]
     if not timed:
         return None
+    # One step that waited for another program would move a mean.
     median = statistics.median(timed)
     tokens_per_s = config.tokens_per_step / median * 1000
     flops_per_s = flops_per_token(model, config.seq_len) * tokens_per_s
