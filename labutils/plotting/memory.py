@@ -134,7 +134,7 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
     at_peak = at[by_category.sum(axis=0).argmax()]
     ax.plot(at_peak, top, "v", color=INK, ms=7)
     look: Look = {"textcoords": "offset points", "weight": "bold"}
-    ax.annotate(f"{top:,.2f} MiB", (at_peak, top), (6, 4), **look)
+    ax.annotate(f"{top:,.1f} MiB", (at_peak, top), (6, 4), **look)
     for phase, segment in ledger.timeline:
         start = segment[0][0] - begin
         end = segment[-1][0] - begin
@@ -146,20 +146,28 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
     ax.set(xlim=(0, at[-1]), ylim=(0, 1.28 * top), xticks=[])
     upright_unit(ax, "MiB allocated")
     ax.set_xlabel(f"operations of one step in order, not in time ({ledger.method})", loc="left")
-    if names := _without_area(ax, at, rows):
+    starts = [segment[0][0] - begin for _, segment in ledger.timeline]
+    if names := _without_area(ax, at, rows, starts):
         key(ax, names, list(map(color_of, names)))
     return ax
 
 
-def _without_area(ax: Axes, at: np.ndarray, rows: Mapping[str, np.ndarray]) -> list[str]:
-    """Write each name into its area, where that is high all along it; return the other names."""
+def _without_area(
+    ax: Axes, at: np.ndarray, rows: Mapping[str, np.ndarray], lines: Sequence[float]
+) -> list[str]:
+    """Write each name into its area, where that is high all along it and no upright line crosses;
+    return the other names.
+    """
     grid = np.linspace(0, at[-1], 400)
+    crossed = np.searchsorted(grid, lines).clip(max=399)
     below, without = np.zeros(400), []
     for name, row in rows.items():
         above = below + np.interp(grid, at, row)
         n = 4 * len(name) + 8  # so many of the 400 places has a name in a figure 7 inches wide
         floor = sliding_window_view(below, n).max(axis=1)
-        room = sliding_window_view(above, n).min(axis=1) - floor
+        open_above = above.copy()
+        open_above[crossed] = 0
+        room = sliding_window_view(open_above, n).min(axis=1) - floor
         i = room.argmax()
         if room[i] > 0.055 * ax.get_ylim()[1]:
             look: Look = {"ha": "center", "va": "center", "size": 7.5}

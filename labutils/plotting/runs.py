@@ -71,7 +71,8 @@ def _speeds(ax: Axes, rows: pd.DataFrame) -> None:
         known = steps.dropna(axis=1, how="all").columns.drop(["card", "precision"])
         look: Look = {"xycoords": ax.get_yaxis_transform(), "va": "center", "weight": "bold"}
         look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        ax.annotate(f"{card}: {', '.join(known)}", (0.01, place), **look)
+        words = ", ".join(known).replace("published", "published (black)")
+        ax.annotate(f"{card}: {words}", (0.01, place), **look)
         speeds = steps[known].iloc[0] / steps[known]
         for i, name in enumerate(steps.precision[1:], start=1):
             place += 1
