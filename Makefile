@@ -3,8 +3,8 @@
 # make test-all:  what the gate leaves out and 35 minutes have room for. make test-slow: the rest.
 # make mutants:   200 small faults, one at a time: which does no test notice? 90 minutes.
 # make types:     mypy; its errors may become fewer, and never more.
-# make readme:    the README's pictures and table: out of notebook 01, of what cards measured, and a
-#                 block; and docs/what_it_saves.md.
+# make readme:    the README's pictures and table: out of notebook 01, and of what cards
+#                 measured; and docs/what_it_saves.md.
 # make site:      pages of all notebooks as they are committed, and the exhibits, into site/;
 #                 RUNS=runs: with what make labs has written there.
 # make bench:     several ways to train the same tokens, in turns.
@@ -93,7 +93,6 @@ mutants: $(VENV)/installed
 readme: $(VENV)/installed
 	$(BIN)/python -m benchmarks.card_tables
 	$(BIN)/python -m benchmarks.readme_figure
-	$(BIN)/python -m benchmarks.block_picture
 
 # Sphinx and its theme, which nothing else needs
 $(VENV)/site: $(VENV)/installed

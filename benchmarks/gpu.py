@@ -26,6 +26,8 @@ takes from it what the Python at hand lacks. Only the standard library is needed
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import os
 import re
@@ -202,6 +204,17 @@ def take(path: Path, reference: Path = REFERENCE, cards: Path = CARDS) -> bool:
         return take_notebooks(file, cards)
 
 
+def with_fewer_colors(png: str) -> str:
+    """Return a picture, PNG in base64, with 128 colours: half the bytes, and as good to the eye."""
+    # Imported here, because on the card, and for records, the standard library is enough.
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(128)
+    image.save(file := io.BytesIO(), format="png", optimize=True)
+    smaller = base64.b64encode(file.getvalue()).decode()
+    return min(png, smaller, key=len)
+
+
 def take_notebooks(file: tarfile.TarFile, cards: Path) -> bool:
     """Copy an archive's notebooks 01 to 04 and its card.json into a folder named after the card.
 
@@ -218,9 +231,6 @@ def take_notebooks(file: tarfile.TarFile, cards: Path) -> bool:
     for name in names:
         notebook = json.load(file.extractfile(f"runs/{name}"))
         code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        # Imported here, because on the card, and for records, the standard library is enough.
-        from benchmarks.block_picture import with_fewer_colors
-
         for data in (output.get("data", {}) for cell in code for output in cell["outputs"]):
             if "image/png" in data:
                 data["image/png"] = with_fewer_colors(data["image/png"])

@@ -16,16 +16,16 @@ from tests.helpers import REPO
 
 STOREYS = {"prediction": "engine", "course": "desk"}
 CODE_LINES = {
-    "kit": 3_965,  # of labutils, what is in no other storey
-    "engine": 2_148,  # labutils/prediction
-    "desk": 1_837,  # labutils/course
-    "tests": 7_953,
-    "benchmarks": 2_346,
+    "kit": 3_919,  # of labutils, what is in no other storey
+    "engine": 2_135,  # labutils/prediction
+    "desk": 1_829,  # labutils/course
+    "tests": 7_930,
+    "benchmarks": 2_247,
     "docs": 160,  # the site
 }
 WAYS_OUT = "Take something out, or raise the number here, in a commit that says why"
-PAGE_LINES = 3_748  # HTML, JavaScript, CSS and templates in labutils/ and docs/
-WORDS = 3_804  # README, INSTRUCTORS and the package's README
+PAGE_LINES = 3_746  # HTML, JavaScript, CSS and templates in labutils/ and docs/
+WORDS = 3_803  # README, INSTRUCTORS and the package's README
 MINUTES = {  # of a reader, without exercises
     "01-Mixed_Precision": 84,
     "02-Gradient_Accumulation": 84,
