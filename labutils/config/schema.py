@@ -16,9 +16,8 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
-    ValidationInfo,
-    field_validator,
 )
 from pydantic.fields import FieldInfo
 
@@ -210,14 +209,6 @@ class Config(BaseModel):
     )
     overrides: dict[str, Any] = Field(default={}, exclude=True)
 
-    @field_validator("*")
-    @classmethod
-    def _note(cls, value: Any, info: ValidationInfo) -> Any:
-        """Note a value in its type in the context, if there is one, whatever others are."""
-        if info.context is not None:
-            info.context[info.field_name] = value
-        return value
-
     @property
     def grad_accum_steps(self) -> int:
         """Micro-batches per optimizer step, derived from `tokens_per_step`."""
@@ -261,6 +252,16 @@ class Config(BaseModel):
 
 
 KEYS = [key for key in Config.model_fields if key not in ("when_cpu", "overrides")]
+FINITE = ConfigDict(allow_inf_nan=False)
+
+
+def _alone(field: FieldInfo) -> TypeAdapter:
+    """Return the type of one value, which is judged before others are known to be right."""
+    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    return TypeAdapter(kind, config=FINITE)
+
+
+TYPES = {key: _alone(field) for key, field in Config.model_fields.items()}
 
 
 # ---- Values as they come from a file, a shell or a notebook
@@ -298,23 +299,22 @@ def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
     The key "" is for missing ones.
     """
-    known, mistakes, missing = {}, {}, []
-    try:
-        Config.model_validate(values, context=known)
-    except ValidationError as error:
-        for detail in error.errors():
-            key = str(detail["loc"][0])
-            if detail["type"] == "missing":
-                missing.append(f"`{key}`")
-            elif detail["type"] == "extra_forbidden":
-                # a question takes time: only mistakes that are shown have one
-                few = len(mistakes) < MISTAKES_SHOWN
-                hint = did_you_mean(key, Config.model_fields) if few else ""
-                mistakes[key] = f"unknown key `{key}`.{hint}"
-            else:
+    known, mistakes = {}, {}
+    for key, given in values.items():
+        if key in TYPES:
+            try:
+                known[key] = TYPES[key].validate_python(given)
+            except ValidationError as error:
+                detail = error.errors()[0]
                 mistakes[key] = f"`{key}`: {_expected(Config.model_fields[key], detail)}"
+        else:
+            # a question takes time: only mistakes that are shown have one
+            hint = did_you_mean(key, TYPES) if len(mistakes) < MISTAKES_SHOWN else ""
+            mistakes[key] = f"unknown key `{key}`.{hint}"
+    required = [key for key, field in Config.model_fields.items() if field.is_required()]
+    missing = ", ".join(f"`{key}`" for key in required if key not in values)
     if missing:
-        mistakes[""] = f"missing: {', '.join(missing)}; a config is complete (see fp32_config.yaml)"
+        mistakes[""] = f"missing: {missing}; a config is complete (see fp32_config.yaml)"
     return known, mistakes
 
 
