@@ -43,7 +43,7 @@ def curves(
     upright_unit(ax, ylabel)
     if log2_ticks:
         ax.set_xscale("log", base=2)
-        ax.set_xticks(log2_ticks, [f"{tick:g}" for tick in log2_ticks])
+        ax.set_xticks(log2_ticks, [f"{tick:,g}" for tick in log2_ticks])
     name_lines(ax, ends)
     return ax
 

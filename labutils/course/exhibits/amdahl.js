@@ -30,6 +30,7 @@ export function mount(root, data) {
   const points = ownShare === null ? cards : [...cards, own];
   const { share: startShare, product: startProduct } = points.at(-1);
   const state = { share: startShare, product: startProduct };
+  const low = Math.min(-2, Math.floor(Math.log2(startProduct))); // yours may be slow
   const set = (changes) => {
     Object.assign(state, changes);
     show();
@@ -38,7 +39,7 @@ export function mount(root, data) {
   const share = slider("share of matmuls in the step", { min: 0, max: 100, step: 0.5 }, (x) =>
     set({ share: x / 100 }),
   );
-  const speed = slider("speed of one matmul", { min: -7, max: 6, step: 0.05 }, (x) =>
+  const speed = slider("speed of one matmul", { min: low, max: 6, step: 0.05 }, (x) =>
     set({ product: 2 ** x }),
   );
   const places = points.map((point) => [point.card ?? point.name, point]);
@@ -62,12 +63,12 @@ export function mount(root, data) {
 
   function showChart() {
     const lowest = Math.min(...points.map((at) => Math.log2(amdahl(at.share, at.product))));
-    const x = { from: -7, to: 6 };
+    const x = { from: low, to: 6 };
     const y = { from: Math.min(-2, Math.floor(lowest)), to: state.share > 0.95 ? 6 : 4 };
     const asTick = (e) => [e, e < 0 ? `1/${2 ** -e}` : `${2 ** e}`];
     const isShown = (up) => up >= y.from && up <= y.to;
     const powers = Array.from({ length: 13 }, (_, i) => i - 6);
-    const [some, all] = [powers.filter((e) => e % 2 === 0), powers.filter(isShown)];
+    const [some, all] = [powers.filter((e) => e % 2 === 0 && e >= low), powers.filter(isShown)];
     picture.begin(
       { ...x, ticks: some.map(asTick), title: "speed of one matmul, ×" },
       { ...y, ticks: all.map(asTick), title: "speed of the step, ×" },

@@ -154,10 +154,10 @@ export function mount(root, data) {
     const around = [neighbour(stored, format, -1), neighbour(stored, format, 1)];
     const gap = Math.max(...around.map((y) => (y === null ? 0 : Math.abs(y - middle))));
     const shown = [around[0], middle, around[1]].filter((y) => y !== null);
-    const ticks = shown.map((y) => [(y - middle) / gap, short(sign * y, 9)]);
+    const ticks = shown.map((y) => [(sign * (y - middle)) / gap, short(sign * y, 9)]);
     picture.begin({ from: -1.5, to: 1.5, ticks }, { from: 0, to: 1 });
     for (const [at] of ticks) picture.rule({ x: at }, { opacity: 0.4 });
-    const at = (Math.abs(x) - middle) / gap;
+    const at = (sign * (Math.abs(x) - middle)) / gap;
     if (!(Math.abs(at) <= 1)) return;
     const triangle = [
       [0, 0],

@@ -164,7 +164,8 @@ export function mount(root, data) {
     ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
     if (room > 0) {
       picture.rule({ x: room }, { stroke: "var(--vermilion)", "stroke-width": 3 });
-      picture.text(room, phases.length, "your card", { dx: -5, dy: -6, anchor: "end" });
+      const above = { dx: -5, dy: -6, anchor: "end" };
+      picture.text(room, phases.length, `your card, ${own.value}`, above);
     }
   }
 
@@ -203,9 +204,7 @@ export function mount(root, data) {
         const memory = data.cards.find(([card]) => card === name)[1];
         const title = `${name}, ${memory} GiB${memory < least ? ": too little" : ""}`;
         if (!results[i]) return [title, `no ${setting.precision} hardware`, "–"];
-        const [ms, low, high] = [results[i].ms, results[i].low, results[i].high].map((x) =>
-          short(x, 2),
-        );
+        const [ms, low, high] = ["ms", "low", "high"].map((key) => short(results[i][key], 2));
         const rate = (1000 * batch * setting.seq_len) / results[i].ms;
         return [title, `${ms} ms (${low} to ${high})`, whole(Number(rate.toPrecision(2)))];
       }),

@@ -67,9 +67,9 @@ export function mount(root, data) {
   }
 
   function showChart(gap) {
-    // one scale for all numbers of seeds and steps, so that it is seen to shrink, and to move
+    // one scale for all numbers of seeds, now and at the end: it is seen to shrink, and to move
     const counts = Array.from({ length: n - 1 }, (_, i) => i + 2);
-    const each = counts.flatMap((n) => steps.map((_, step) => gapOf(n, step)));
+    const each = counts.flatMap((n) => [state.step, steps.length - 1].map((at) => gapOf(n, at)));
     const all = each.filter((one) => one.n > 1);
     const ends = all.flatMap((one) => [...one.pairs, one.low, one.high]);
     const reach = Math.max(...ends.map(Math.abs)) || 1;

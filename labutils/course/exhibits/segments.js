@@ -141,7 +141,7 @@ export function mount(root, data) {
     },
     make("span", { class: "layer" }, "1"),
   );
-  const picture = chart("what is alive at each instant", { height: 230 });
+  const picture = chart("what is alive at each instant", { height: 230, right: 76 });
   const hatched = pattern(picture.svg, "var(--orange)", "//");
   const sentence = paragraph();
   const facts = table(["of this placement", "value"]);
@@ -231,7 +231,7 @@ export function mount(root, data) {
     picture.bars(above.slice(nKept), { fill: hatched, ...EDGE });
     const look = { "stroke-width": 2, "stroke-dasharray": "6 4" };
     picture.rule({ y: game.goal }, { ...look, opacity: 0.5 });
-    picture.text(n, game.goal, "reachable", { dy: 14, anchor: "end" });
+    picture.text(n, game.goal, "reachable", { dx: 5 });
     picture.rule({ y: now.peak }, { stroke: "var(--vermilion)", ...look });
     picture.text(0, now.peak, `peak: ${short(now.peak)} inputs`, { dy: -6 });
   }

@@ -226,8 +226,7 @@ export function chart(label, { height = 260, left = 44, right = 12, top = 28, bo
     draw(marks, "polygon", { points: path, ...plain, ...look });
   }
 
-  // the axes that stand
-  let drawn = "";
+  let drawn = ""; // the axes that stand
   function begin(newHorizontal, newVertical) {
     [horizontal, vertical] = [newHorizontal, newVertical];
     marks.replaceChildren();

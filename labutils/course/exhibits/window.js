@@ -161,8 +161,8 @@ export function mount(root, data) {
         : `So ${splitName()} needs ${percent(ours / theirs)} of the peak of the whole batch, and ` +
           `${percent(ours / alone)} of that of one micro-batch alone.`;
     peaks.textContent =
-      `Peak of the step: ${splitName()} ${mib(ours)} MiB, ${wholeName()} ${mib(theirs)} MiB, ` +
-      `1 × ${state.m} ${mib(alone)} MiB. ${shares}`;
+      `Peaks: ${splitName()}: ${mib(ours)} MiB, ${wholeName()}: ${mib(theirs)} MiB, ` +
+      `1 × ${state.m}: ${mib(alone)} MiB. ${shares}`;
   }
 
   function showMoment() {
