@@ -108,10 +108,9 @@ class Forecast:
         return " ".join(f"{key}={value}" for key, value in self.changes.items())
 
     def __str__(self) -> str:
-        """The bytes, the card that they need, and on a card the time."""
-        needed = readable_size(self.needed_gib * GIB, digits=1)
-        parts = f"{self.config.name}: {self.prediction.ledger}", f"it needs {needed}"
-        return "\n".join([*parts, *[f"\n{self.time}"] * bool(self.card.gpu)])
+        """The bytes, and on a card the time."""
+        said = f"{self.config.name}: {self.prediction.ledger}"
+        return f"{said}\n\n{self.time}" if self.card.gpu else said
 
     def changed(self, changes: Changes, cost: str) -> Forecast:
         """Return this one with a further change, of one key and those that follow from it."""

@@ -51,6 +51,7 @@ def test_a_plan_fits_keeps_the_tokens_per_step_and_has_no_change_too_many(config
     changed = config.model_copy(update=plan.changes)
     assert predict_memory(changed).phases == plan.prediction.ledger.phases
     assert plan.step_ms == pytest.approx(predict_time(changed).step_ms)
+    assert str(plan.time) in str(plan) and "predicted for cpu" in str(forecast(config, "cpu"))
     for key in plan.changes:  # each is needed
         fewer = {other: value for other, value in plan.changes.items() if other != key}
         assert needed_gib(predict_memory(config.model_copy(update=fewer))) > goal, key

@@ -118,11 +118,10 @@ def test_an_equal_run_is_reused_and_says_so_and_rerun_forces(monkeypatch, capsys
     assert run(rerun=False).id not in (first.id, again.id)
 
 
-def test_a_changed_exercise_leaves_records_as_they_are_and_a_changed_technique_does_not(tmp_path):
+def test_a_changed_exercise_leaves_records_as_they_are_and_a_changed_kit_does_not(tmp_path):
     package, versions = shutil.copytree(PACKAGE_DIR, tmp_path / "labutils"), []
-    for file in ("", "course/exercises/loops.py", "prediction/time.py", "techniques/step.py"):
-        with (package / (file or "course/new.py")).open("a") as opened:
-            opened.write("# another comment\n")
+    for file in ("course/cli.py", "course/exercises/loops.py", "prediction/time.py", "machine.py"):
+        (package / file).write_text("another = 1")
         versions.append(code_version.__wrapped__(package))
     assert len(set(versions[:3])) == 1 and versions[3] != versions[0] == code_version()
 
