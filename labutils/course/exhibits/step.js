@@ -216,7 +216,7 @@ export function mount(root, data) {
     codeOfPhase = phase;
     const lines = codeOf(runs[state.name]).map(([its, text]) => {
       const isNow = its === phase;
-      const line = `${isNow ? "▶ " : "  "}${text}\n`;
+      const line = `${isNow ? "▶ " : "  "}${text.padEnd(54)}\n`; // as wide in each precision
       return isNow ? make("strong", { "aria-current": "step" }, line) : line;
     });
     code.replaceChildren(...lines);
