@@ -305,7 +305,7 @@ export function layout(root, say, { controls, picture, numbers, folded = [] }) {
 // A button that goes on by itself until the end, or until it is pressed again. Pressed at the end it
 // starts anew: `step(true)`.
 export function player(show, isAtEnd, ms = 160) {
-  let timer = 0;
+  let timer = null; // 0 once it was stopped: untouched, it begins at the beginning
   const step = (isFirst) => {
     const card = element.closest(".play");
     card.style.minHeight = getComputedStyle(card).height; // else what is below would jump
@@ -324,7 +324,7 @@ export function player(show, isAtEnd, ms = 160) {
   const element = button("▶ play", () => {
     if (timer) return stop();
     element.textContent = "❚❚ pause";
-    step(isAtEnd());
+    step(timer === null || isAtEnd());
     timer = setInterval(() => (isAtEnd() ? end() : step(false)), ms);
   });
   element.className = "first-choice";
