@@ -19,7 +19,7 @@ CODE_LINES = {
     "kit": 3_919,  # of labutils, what is in no other storey
     "engine": 2_135,  # labutils/prediction
     "desk": 1_829,  # labutils/course
-    "tests": 7_930,
+    "tests": 7_929,
     "benchmarks": 2_247,
     "docs": 160,  # the site
 }

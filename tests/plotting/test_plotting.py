@@ -131,13 +131,15 @@ def test_losses_are_drawn_against_tokens():
 
 
 def test_timeline_shows_every_phase_and_marks_the_peak():
-    ledger = lab.predict_memory(lab.load_config("fp32", model="gpt2-nano", seq_len=32))
+    ledger = lab.predict_memory(lab.load_config("fp32"), "cpu")
     ax = plotting.timeline(ledger)
-    peak_mib = ledger.peak_bytes / MIB
     said = {*words(ax.texts), *words(ax.get_legend().get_texts())}  # a name is here or there
-    assert {"forward", "backward", "gradients", f"{peak_mib:,.1f} MiB"} <= said
+    assert {"forward", "backward", "gradients", f"{ledger.peak_mib:,.1f} MiB"} <= said
     tops = [layer.get_paths()[0].vertices[:, 1].max() for layer in ax.collections]
-    assert max(tops) == pytest.approx(peak_mib)
+    assert max(tops) == pytest.approx(ledger.peak_mib)
+    names = [text.get_window_extent() for text in ax.texts if text.get_text() in ledger.categories]
+    lines = [line.get_window_extent().x0 for line in ax.lines[1:]]  # where a phase begins
+    assert names and not any(box.x0 < x < box.x1 for box in names for x in lines)
 
 
 def test_a_block_lies_in_its_segment_from_its_allocation_to_its_end():
@@ -151,9 +153,7 @@ def test_names_at_the_ends_of_lines_do_not_cover_each_other():
     ax = plotting.curves(lines, "x", "y")
     ax.set_ylim(0, 10)  # set later, as cells do
     ax.figure.draw_without_rendering()
-    names = {
-        text.get_text(): text.get_window_extent() for text in ax.texts if text.get_text() in "abcd"
-    }
+    names = {t.get_text(): t.get_window_extent() for t in ax.texts if t.get_text() in "abcd"}
     assert sorted(names, key=lambda name: names[name].y0) == list("abcd")
     assert all(low.y1 <= high.y0 for low, high in pairwise(names[name] for name in "abcd"))
     assert names["a"].y0 < ax.transData.transform((2, 2))[1] < names["d"].y1
