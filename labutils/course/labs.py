@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,8 @@ def execute(path: Path, *, in_place: bool = False, keep_going: bool = False) -> 
         problem = str(error)
     except KeyboardInterrupt:
         problem, interrupted = f"interrupted in {path.name}", True
+        # a client that is interrupted between two of its own tasks leaves one that never began
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     notebook.metadata.pop("widgets", None)
     failed = []
     for number, cell in enumerate(notebook.cells):
@@ -302,18 +305,16 @@ def _run(notebook: nbformat.NotebookNode, folder: Path, timeout: float) -> int |
     options["shutdown_kernel"] = "immediate"  # a busy one, asked to end, prints errors
     client = client_of(without_outputs(notebook), folder, timeout=timeout, **options)
     own = {"LABUTILS_RUNS": str(folder / "runs"), VERDICTS: str(folder / "verdicts")}
-    number = 0
-    try:
-        with client.setup_kernel(env=os.environ | own | {"MPLBACKEND": "Agg"}):
-            kernel: Any = client.km
-            for number, cell in enumerate(notebook.cells):
-                # the end of a cell that catches interrupts
-                end = threading.Timer(timeout + 5, kernel.provisioner.process.kill)
-                end.start()
-                try:
-                    client.execute_cell(cell, number)
-                finally:
-                    end.cancel()
-    except DeadKernelError:
-        return number
-    return None
+    number, env = 0, os.environ | own | {"MPLBACKEND": "Agg"}
+    with suppress(DeadKernelError), client.setup_kernel(env=env):
+        kernel: Any = client.km
+        for number, cell in enumerate(notebook.cells):
+            # the end of a cell that catches interrupts
+            end = threading.Timer(timeout + 5, kernel.provisioner.process.kill)
+            end.start()
+            try:
+                client.execute_cell(cell, number)
+            finally:
+                end.cancel()
+        return None
+    return number
