@@ -12,8 +12,8 @@
 # make exhibits:  the data, words and stills of lab.play, on any machine, in a minute. After a change
 #                 of the prediction: make exhibits AGAIN=--again, 20 minutes; it can be continued.
 # make gpu:       on a machine with an NVIDIA GPU: four parts, recorded in runs/gpu/; PARTS=bench
-#                 is one of them. What is done is not done again. Then, anywhere, for the archives:
-#                 python -m benchmarks.gpu --take runs/gpu/*.tar.gz  (records into
+#                 is one of them. What is done is not done again. Then, anywhere, for the archive:
+#                 python -m benchmarks.gpu --take runs/gpu/records.tar.gz  (records into
 #                 labutils/reference/, executed notebooks into benchmarks/cards/)
 # make wheels:    for a GPU without a network: packages for its Python, into wheels/. There:
 #                 make gpu GPU_PYTHON=python3 WHEELS=wheels LIMIT=540
@@ -135,15 +135,17 @@ records: $(VENV)/installed
 GPU_PYTHON ?= $(BIN)/python
 LIMIT ?= 0
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed)
-	$(GPU_PYTHON) -m benchmarks.gpu $(PARTS) --limit $(LIMIT) $(if $(WHEELS),--wheels $(WHEELS))
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install -q --no-index --find-links $(WHEELS) --upgrade \
+	--target runs/gpu/site $(MAY_LACK))
+	$(GPU_PYTHON) -m benchmarks.gpu $(PARTS) --limit $(LIMIT)
 
 # What a Python with torch, transformers, pandas and pytest may lack, for Linux on x86-64.
+MAY_LACK := pydantic ipykernel nbclient
 WHEELS_FOR ?= 3.12
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 wheels:
 	$(PYTHON) -m pip download -q -c constraints.txt -d wheels --only-binary=:all: \
-	--implementation cp --python-version $(WHEELS_FOR) $(PLATFORMS:%=--platform %) \
-	pydantic ipykernel nbclient
+	--implementation cp --python-version $(WHEELS_FOR) $(PLATFORMS:%=--platform %) $(MAY_LACK)
 
 clean:
 	rm -rf $(VENV) build *.egg-info
