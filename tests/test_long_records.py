@@ -11,7 +11,7 @@ from tests.helpers import CPU, code_of
 FACTS = {"device", "torch", "python", "commit", "corpus", "threads"}
 
 
-@pytest.mark.parametrize("name", records.FILES.values())
+@pytest.mark.parametrize("name", [record.file for record in records.RECORDS.values()])
 def test_a_shipped_record_names_its_hardware_and_is_whole(name):
     record = lab.read_record(name)
     assert record.attrs.keys() >= FACTS and record.attrs["threads"] == "1"
@@ -94,7 +94,7 @@ def test_the_arms_of_a_seed_differ_in_precision_and_rounding_alone():
 
 def test_rows_have_the_mean_of_their_steps_and_the_skips_so_far():
     skipped = [True, *[False] * 11, True, True, False, False]
-    rows = records.windows([float(i) for i in range(16)], skipped, 24)
+    rows = records.windows([float(i) for i in range(16)], skipped, 24, 8)
     assert rows.loss.tolist()[:2] == [3.5, 11.5] and rows.step.tolist() == [8, 16, 24]
     assert math.isnan(rows.loss[2])  # the run ended early
     assert rows.skipped.tolist() == [1, 3, 3]
