@@ -3,6 +3,9 @@
 First all tests run once, and coverage notes which lines each one runs. Then each fault goes into a
 copy of the course, where the tests that run its line are run, those named after its file first.
 What survives may be a fault that changes nothing.
+
+Not mutmut (tried: 3.8.1): it puts each function behind another, so that the tests that rewrite a
+technique's source fail before a fault is there.
 """
 
 from __future__ import annotations
