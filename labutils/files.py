@@ -35,11 +35,13 @@ def write_atomically(path: Path, content: bytes) -> None:
     A process killed meanwhile leaves a hidden file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since a file moves in one step only within its file system. The name is
+    # cut: most take 255 bytes.
     temporary = path.with_name(f".{path.name[:100]}-{secrets.token_hex(4)}")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         temporary.unlink(missing_ok=True)
         raise
 
@@ -58,6 +60,7 @@ def make_folder(path: Path) -> None:
 def new_id() -> tuple[str, str]:
     """Return (id, time of creation): sorted ids are in order of time, and no two are equal."""
     now = datetime.now(UTC)
+    # random digits: two processes may ask in the same microsecond
     return f"{now:%Y%m%d-%H%M%S%f}-{secrets.token_hex(2)}", now.isoformat(timespec="seconds")
 
 
@@ -65,7 +68,7 @@ def new_id() -> tuple[str, str]:
 def code_version(package: Path = PACKAGE_DIR) -> str:
     """Return a hash of the files that train: once they change, no older record is reused."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(package.rglob("*.py")):  # a folder's own order differs between machines
         if path.relative_to(package).parts[0] not in NO_TRAINING:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
@@ -83,7 +86,7 @@ def commit() -> str:
         "--always",
         "--abbrev=12",
         "--dirty=+",
-        "--exclude=*",
+        "--exclude=*",  # no tag: always the hash
     ]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

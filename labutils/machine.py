@@ -32,16 +32,16 @@ CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def _limits(controller: str, *files: str) -> Iterator[tuple[Path, int, int]]:
     """Yield (folder, limit, other number) of the control groups of this process that set a limit.
 
-    They stand in two files, or in one. Groups are of version 2, and of version 1 for a controller;
-    there are none but on Linux. In a container the path in MEMBERSHIP is often the host's: some
-    folders do not exist.
+    `files` names the file or files in a group's folder that hold the two numbers. Version 2 has one
+    tree of groups, version 1 one for each controller, and other systems than Linux have none. In a
+    container the path in MEMBERSHIP is often the host's: some folders do not exist.
     """
     lines = MEMBERSHIP.read_text().splitlines() if MEMBERSHIP.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and controller not in controllers.split(","):
             continue
-        folder = CGROUPS / controllers / path.lstrip("/")
-        for group in (folder, *folder.parents):
+        folder = CGROUPS / controllers / path.lstrip("/")  # joined whole, "/…" would replace it
+        for group in (folder, *folder.parents):  # a limit of any group above holds here, too
             with suppress(OSError, ValueError):  # "max" in version 2 is no limit
                 words = " ".join((group / file).read_text() for file in files).split()
                 limit, other = map(int, words)
@@ -56,7 +56,7 @@ def usable_cpus() -> int:
         cpus = len(os.sched_getaffinity(0))
     version_1 = _limits("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
     for _, quota, period in (*_limits("cpu", "cpu.max"), *version_1):
-        cpus = min(cpus, math.ceil(quota / period))
+        cpus = min(cpus, math.ceil(quota / period))  # half a CPU is one thread, not none
     return cpus
 
 
@@ -132,6 +132,7 @@ def gpu_problem() -> str:
             name = torch.cuda.get_device_name(card)
             torch.ones(1, device=f"cuda:{card}").sum().item()
             free = torch.cuda.mem_get_info(card)[0] + torch.cuda.memory_reserved(card)
+    # torch asserts that it has CUDA, and a card of this number
     except (RuntimeError, AssertionError) as error:
         return (
             f"{name} is present, but torch cannot compute on it: {str(error).splitlines()[0]}. "
@@ -155,10 +156,12 @@ def nvidia_smi(field: str) -> str:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
+    # A product's name may have commas, so only the first two of a line divide it. Without a card
+    # the answer is a sentence, in which nothing is found.
     cards = re.findall(r"(?m)^(\d+), (\S+), (.+)$", answer.stdout)
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     for index, uuid, value in cards:
-        if wanted == index or (wanted and uuid.startswith(wanted)):
+        if wanted == index or (wanted and uuid.startswith(wanted)):  # CUDA takes shortened UUIDs
             return value
     return cards[0][-1] if cards else ""
 
@@ -230,6 +233,7 @@ def support(precision: str, device: torch.device) -> Support:
 def cpu_slowdown(dtype_name: str) -> float:
     """Return how many times as long as a float32 product one of another dtype takes here."""
     cpu = torch.device("cpu")
+    # Small and few: where 16 bits are emulated, a product of 2,048 can take a minute.
     rate = matmul_rate(getattr(torch, dtype_name), cpu, 256, repeats=3)
     return matmul_rate(torch.float32, cpu, 256, repeats=10) / rate
 

@@ -54,14 +54,17 @@ def short_names() -> list[str]:
 class YamlFile:
     """A flat YAML file: the text of each key, its line, and the mistakes found in the file.
 
-    `texts` may have one block, under CPU_PART; any other is {}, and a list is []. `lines` are by
-    key, after "when_cpu." for those of the block. `mistakes` are (line, text), 0 for the whole.
-    Raises ConfigError for a file that is not YAML.
+    `texts` is {key: text}; it may have one block, under CPU_PART. Any other block stands there as
+    {}, a list as []. `lines` is {key: line}, where a key of the block begins with "when_cpu.".
+    `mistakes` are (line, text), with line 0 for those of the whole file. Raises ConfigError for a
+    file that is not YAML.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.lines, self.mistakes = path, {}, set()
         try:
+            # Nodes, not values: they have lines, and a key that is given twice is there twice.
+            # And "-sig": without the mark that editors of Windows put first.
             root = yaml.compose(path.read_text(encoding="utf-8-sig"), yaml.BaseLoader)
             if not isinstance(root, yaml.MappingNode):
                 raise ValueError(EXPECTED)
@@ -78,7 +81,8 @@ class YamlFile:
             ended = "end of stream" in error.problem  # what is open there began further up
             line = (error.context_mark if ended else error.problem_mark).line + 1
             raise ConfigError(f"{path}:{line}: not YAML: {error.problem}. {EXPECTED}") from None
-        except (ValueError, yaml.YAMLError, RecursionError) as error:  # not UTF-8 text, say
+        # Not UTF-8 text, say; or 50,000 brackets, into which yaml goes by recursion.
+        except (ValueError, yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
 
     def _texts(self, block: yaml.MappingNode, under: str = "") -> dict[str, Any]:
@@ -96,7 +100,7 @@ class YamlFile:
                 texts[key] = self._texts(node, IN_CPU_PART) if under + key == CPU_PART else {}
             else:
                 texts[key] = node.value if isinstance(node, yaml.ScalarNode) else []
-            self.lines.setdefault(under + key, line)
+            self.lines.setdefault(under + key, line)  # of two the first, whose text is taken
         return texts
 
     def add(self, key: str, mistake: str, under: str = "") -> None:
@@ -130,6 +134,7 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
     file = YamlFile(find_config(path))
     values, folder = file.texts, file.path.parent
     when_cpu = values.pop(CPU_PART) if isinstance(values.get(CPU_PART), dict) else {}
+    # an override's path is relative to where it is typed, not to the file
     for part, base in ((values, folder), (when_cpu, folder), (overrides, Path.cwd())):
         for key, text in located_corpus(part, base).items():
             file.add(key, text)
@@ -142,7 +147,7 @@ def load_config(path: str | os.PathLike[str], /, **overrides: Any) -> Config:
         else:  # the line is right, perhaps, but for what was overridden
             file.add(key, f"{text} (with {words})" if overrides else text)
     for key, text in mistakes_on_cpu.items():
-        if text != mistakes.get(key):
+        if text != mistakes.get(key):  # else it is told, and `when_cpu` has no part in it
             file.add(key, f"{text} (on a CPU, with what `when_cpu` sets)", IN_CPU_PART)
     file.raise_if_any()
     return config
@@ -163,6 +168,7 @@ def card_named(name: str) -> Card:
     Raises ValueError for any other name. It tells the three most similar ones, where all stand, and
     how to describe a card.
     """
+    # With its size, as a100-40 is called, and without: 12GB stands on the box of an rtx3060.
     wanted = _plain(name), _plain(re.sub(SIZE, "", name.lower()))
     size = re.search(SIZE, name.lower())
     for card in CARDS.values():

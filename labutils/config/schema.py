@@ -70,8 +70,8 @@ class ConfigError(ValueError):
 def disagreements(values: Mapping[str, Any], device_type: str | None = None) -> dict[str, str]:
     """Return {key: message} for values that are fine alone but not together.
 
-    What is not there breaks no rule. `device_type`, if it is given, adds what that kind of device
-    never has.
+    A key that is missing breaks no rule. With a `device_type`, "cpu" or "cuda", what that kind of
+    device never has counts as well.
     """
     texts: dict[str, str] = {}
     for key, text in broken_rules(values, device_type):
@@ -245,6 +245,7 @@ class Config(BaseModel):
         cpu = self.when_cpu if device_type == "cpu" else {}
         lines = []
         for source, values in {"on a CPU (when_cpu)": cpu, "override": self.overrides}.items():
+            # without the first two, name and note, which only tell of the others
             texts = [f"{key} {values[key]}" for key in KEYS[2:] if key in values]
             if texts:
                 lines.append(f"{source}: {', '.join(texts)}")
@@ -295,9 +296,9 @@ def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (the values that are right alone, in their types, {key: what is wrong with another}).
+    """Check each value by itself; return ({key: value in its type}, {key: what is wrong with it}).
 
-    The key "" is for missing ones.
+    A key is in one of the two. "" stands for all keys that are missing.
     """
     known, mistakes = {}, {}
     for key, given in values.items():
@@ -320,7 +321,9 @@ def typed(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _expected(field: FieldInfo, detail: Mapping[str, Any]) -> str:
     """Return what pydantic has expected of a value, and what it got."""
+    # pydantic says "Input should be a valid integer, unable to parse string as an integer"
     text = detail["msg"].partition(", unable")[0].replace("Input should be", "expected")
+    # the largest loss scale, 2**60, has nineteen digits, of which three are enough
     text = re.sub(r"\d{11,}", lambda digits: f"{float(digits[0]):.3g}", text)
     hint = ""
     if detail["type"] == "string_pattern_mismatch":
@@ -346,7 +349,7 @@ def combined(
     values: Mapping[str, Any], when_cpu: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[Config, dict[str, str], dict[str, str]]:
     """Return the config of a file's two parts and of overrides, which are in its name; and {key:
-    what is wrong} on a GPU and on a CPU. If anything is, the config is of no use.
+    what is wrong} on a GPU and on a CPU. If either has an entry, the config must not be used.
     """
     # Both parts are judged everywhere: a file that is right on the laptop of its author must not
     # fail on the card that it was written for.
@@ -365,6 +368,7 @@ def combined(
         "overrides": gpu.get("overrides", {}) | changes,
     }
     named = _named(str(values.get("name")), changes)
+    # Not validated once more: with a mistake that would raise, and callers tell all mistakes.
     return Config.model_construct(**gpu | named | changes | parts), mistakes, mistakes_on_cpu
 
 
@@ -372,6 +376,7 @@ def _named(name: str, changes: Mapping[str, Any]) -> dict[str, str]:
     """Return a name and a note that tell what was overridden, if a result depends on it."""
     words = []
     for key, value in changes.items():
+        # of a path its last part, and only signs that a name may have (NAME_PATTERN)
         word = re.sub(r"[^\w.-]", "_", Path(str(value)).name)
         if key not in UNSAID:
             words.append(f"{key}={word}")

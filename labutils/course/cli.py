@@ -64,6 +64,7 @@ Rerun = Annotated[bool, typer.Option("--rerun", help="train even if an equal run
 Csv = Annotated[bool, typer.Option("--csv", help="print CSV")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Device = Annotated[str | None, typer.Option(metavar="CARD", help=PLACES)]
+# Eager: the list is printed before anybody misses the config, which the command asks for.
 LISTING = typer.Option("--cards", is_eager=True, callback=_list_cards, help="list the cards")
 Cards = Annotated[bool, LISTING]
 Sheet = Annotated[Path | None, typer.Option("--card", metavar="FILE", help=SHEET)]
@@ -78,6 +79,7 @@ Timeout = Annotated[float, typer.Option(min=1, help="seconds for one cell")]
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
+# Alone, `labutils` is a question and ends with 0; typer's own ways out of it end with 2.
 @app.callback(invoke_without_command=True)
 def _help(context: typer.Context) -> None:
     """Run, compare, predict and check experiments; look at this machine; run the notebooks."""
@@ -86,7 +88,7 @@ def _help(context: typer.Context) -> None:
 
 
 def start() -> int:
-    """Run the command that a shell has given."""
+    """Run the command that a shell has given, and return its exit code."""
     # A cluster's stop signal then ends a run as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return main()
@@ -130,6 +132,7 @@ def run(
         raise typer.Exit(2)
     from labutils.config.reader import load_config, parse_overrides
 
+    # A mistake is told before torch is imported, which takes seconds.
     experiment = load_config(config, **parse_overrides(pairs))
     from labutils.course.session import run_experiment, setup
 
@@ -183,7 +186,7 @@ def _print_table(table: pd.DataFrame) -> None:
     table, left_out = table.reset_index().astype(str), []
     for name in filter(table.columns.__contains__, SPARE):
         widths = [max(len(column), *table[column].map(len)) for column in table]
-        if sum(widths) + 2 * len(widths) - 2 > width:
+        if sum(widths) + 2 * len(widths) - 2 > width:  # two blanks between columns
             table = table.drop(columns=name)
             left_out.append(name)
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -214,7 +217,7 @@ def compare(runs: RunNames, csv: Csv = False) -> None:
             if record.timing and record.timing.mfu:
                 print(f"{record.name}: {record.timing}")
     for note in table.attrs["notes"]:
-        print(note, file=sys.stderr)
+        print(note, file=sys.stderr)  # so that what --csv writes to a file is a table alone
 
 
 @app.command()
@@ -249,6 +252,7 @@ def predict(
             if place.gpu:
                 spare = _spare(needed, budget)
                 detail = f", with {spare}" if spare else ""
+            # flushed: what follows may take a minute, and through a pipe nothing would be seen
             print(f"{verdict} {whose}{detail}", flush=True)
     time = asked.time if place.gpu else None
     if time and not as_json:
@@ -263,6 +267,7 @@ def predict(
         facts = ledger.model_dump(exclude={"timeline"}) | {"categories": ledger.categories}
         facts |= {"peak_bytes": ledger.peak_bytes, "peak_phase": ledger.peak_phase}
         facts |= {"fits": fits, "needed_gib": needed, "budget_gib": budget}
+        # without the time's `method`, which would take the place of the ledger's
         facts |= time.model_dump(exclude={"method", "why_band"}) if time else {}
         facts |= {"device": place.name, "note": note}
         if plan:
@@ -315,6 +320,7 @@ def advise(
         answers = [_fits(facts["method"], needed, budget) for needed in table["needs GiB"]]
         table.insert(len(table.columns) - 1, "fits", answers)
     if as_json:
+        # pandas writes 10 digits by itself, which rounds bytes and milliseconds; 15 is its most
         rows = json.loads(table.reset_index().to_json(orient="records", double_precision=15))
         facts |= {"name": experiment.name, "budget_gib": budget, "changes": rows}
         print(json.dumps(facts, indent=1))
@@ -329,7 +335,7 @@ def advise(
         table[f"fits {budget:g} GiB"] = answers.where(table["needs GiB"].notna())
     table = table.round({"saves MiB": 1, "adds ms": 1})
     table["needs GiB"] = table["needs GiB"].map(lambda n: at_least(n * 2**30), na_action="ignore")
-    _print_table(table.astype(object).fillna("–"))
+    _print_table(table.astype(object).fillna("–"))  # a column of floats takes no text
     if note := _as_eager(facts["method"]):
         print(note)
 
@@ -364,8 +370,10 @@ def _card(experiment: Config, device: str | None, sheet: Path | None, usual: str
 
 
 def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None, str]:
-    """Return the GiB that there are, and in words whose: the user's, the card's, or the config's,
-    whose limit leaves the context out.
+    """Return the GiB that a step may take, and in words whose they are.
+
+    They are the user's, the card's, or the config's. A config's limit leaves the context out, so it
+    is added here. For a CPU it is None, unless the user names a size.
     """
     from labutils.config.card import CONTEXT_GIB
 
@@ -382,7 +390,10 @@ def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None
 
 
 def _fits(method: str, needed_gib: float, budget_gib: float | None) -> bool | None:
-    """Return whether it fits; None: it may, compiled, as it is counted as if it were not."""
+    """Return whether a step fits a budget, which it does if there is none.
+
+    None: it may fit, since it is compiled, and is counted as if it were not.
+    """
     if budget_gib is None or needed_gib <= budget_gib:
         return True
     return None if _as_eager(method) else False
@@ -518,6 +529,7 @@ def labs(
         return
     make_folder(runs_dir())  # said now, and not after minutes
     how = {"in_place": in_place, "keep_going": keep_going}
+    # a list: with all() around a generator the first failure would keep the others from running
     succeeded = [notebooks_of.execute(path, **how) for path in paths]
     if not notebooks:
         print(f"wrote {play.write_page(runs_dir())}: open it in a browser")

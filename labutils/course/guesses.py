@@ -37,7 +37,7 @@ class Guess:
 
     @property
     def middle(self) -> float | None:
-        """The number, or the middle of the range."""
+        """The number, or the middle of the range; None without a guess."""
         if self.value is not None:
             return self.value
         if self.low is None:
@@ -46,18 +46,19 @@ class Guess:
 
     @property
     def made(self) -> str:
-        """Before the result, or after it; empty without a guess."""
+        """When the guess was made, "before" or "after the result"; "" without a guess."""
         if self.middle is None:
             return ""
         return "before" if self.was_early else "after the result"
 
     @property
     def score(self) -> str:
-        """Yes, no, "as by hand" or CANNOT_TELL; empty without a guess or a result.
+        """The score: "yes", "no", "as by hand" or CANNOT_TELL; "" without a guess or a result.
 
-        Right is a fifth around a number's result, and a range that has it. As by hand is what the
-        notebook predicts, where this missed. A result that is too small to matter is right for a
-        guess that is, too. What cannot be told from noise has no score.
+        A number is right within a fifth of the result, a range if the result lies in it. A guess is
+        as by hand if it is what the notebook predicts and this missed. Where the result is too
+        small to matter, a guess is right if it is too small as well. What cannot be told from noise
+        has no score.
         """
         if self.middle is None or self.measured is None:
             return ""
@@ -97,12 +98,12 @@ def guess(
     low: float | None = None,
     high: float | None = None,
 ) -> None:
-    """Note a guess, and say so: a number, or a range `low=…, high=…`. Without either do nothing.
+    """Note a guess, a number or a range `low=…, high=…`, and say so. Without either do nothing.
 
     `what` says in words, with its unit, what is guessed. A guess that comes after the result is
-    noted too, and `scores` says so; one that was there before it stays. `...` stands where the
-    reader has to write, and says so. Raises GuessError for what is not a number or not a range, and
-    for `more` than a number: what a decimal comma makes of it.
+    noted too, and `scores` says so; one that was there before it stays. Of a `value` that is still
+    `...`, as in a student's copy, it says where to write. Raises GuessError for what is not a
+    number or not a range, and for anything in `more`: 1,5 with a decimal comma is two arguments.
     """
     made = _guesses.setdefault(name, Guess(name, what))  # what is refused has a result all the same
     if value is ... and low is None and high is None:
@@ -110,6 +111,7 @@ def guess(
         return
     given = (None if value is ... else value, low, high)
     for number in given:
+        # float() would take True and "16", and a later cell could not format them
         if number is not None and (isinstance(number, bool | str) or not _is_finite(number)):
             raise GuessError(f"{name}: a guess is a number, or low=… and high=…; got {number!r}")
     if more or (given[0] is not None and (low is not None or high is not None)):
@@ -119,6 +121,7 @@ def guess(
     if low is not None and low > high:
         raise GuessError(f"{name}: low is {low}, which is above high, {high}")
     has_result = made.measured is not None or made.predicted is not None
+    # Run All runs this cell again: an equal guess is no new one, and stays as early as it is.
     if (made.value, made.low, made.high) != given:
         if has_result and made.made == "before":
             print(f"the result is there: your guess of before stays, {_shown(made)} ({what})")
@@ -137,7 +140,7 @@ def guessed(name: str) -> float | None:
 
 def _is_finite(number: object) -> bool:
     try:
-        return abs(float(number)) < float("inf")
+        return abs(float(number)) < float("inf")  # False of NaN, too
     except (TypeError, ValueError):
         return False
 

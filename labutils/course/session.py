@@ -41,7 +41,7 @@ def setup() -> torch.device:
     pd.set_option("display.max_colwidth", None, "display.width", 200)
     problem, device = gpu_problem(), choose_device()
     cap_to_free(device)
-    said = choose_threads()
+    said = choose_threads()  # before `environment`, whose facts name the number of threads
     if problem:
         print(f"!! GPU NOT USED: {problem}\n")
     facts = machine.environment(device)
@@ -50,6 +50,7 @@ def setup() -> torch.device:
     facts.pop("notebook", None)  # only records need it
     if device.type == "cuda":
         free = machine.free_bytes(device) / 2**30
+        # Only what matters: CUDA's context alone takes about half a GiB (CONTEXT_GIB).
         if float(facts["gpu_memory_gib"]) - free > 1:
             facts["gpu_memory_gib"] += f" ({free:.1f} of them free)"
         n_cards = torch.cuda.device_count()
@@ -118,12 +119,13 @@ def explain_in_notebooks(on: bool = True) -> None:
     cell has allocated; and answer an interrupt in one line, which still stops Run All.
 
     The traceback of the first, which IPython keeps, loses its frames' variables, so that the next
-    cell finds the memory free. If the notebook has a `config`, its ways out are named. `on=False`:
-    IPython as it is. Does nothing outside IPython.
+    cell finds the memory free. If the notebook has a `config`, its ways out are named. With
+    `on=False` IPython answers as it does by itself. Does nothing outside IPython.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell is not None:
+        # All RuntimeErrors: a CPU's allocator and drivers say out of memory in a plain one.
         kinds = (RuntimeError, MemoryError, KeyboardInterrupt) if on else ()
         shell.set_custom_exc(kinds, _answer if on else None)
 
@@ -131,11 +133,16 @@ def explain_in_notebooks(on: bool = True) -> None:
 def _answer(
     shell: Any, kind: type, error: BaseException, tb: Any, tb_offset: int | None = None
 ) -> None:
+    """Show an error in a notebook: as IPython would, or shortened, as `explain_in_notebooks` says.
+
+    The parameters are those with which IPython calls a handler of `set_custom_exc`.
+    """
     is_interrupt = isinstance(error, KeyboardInterrupt)
     if not is_interrupt and not is_out_of_memory(error):
         shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
         return
     frames = [f for f in traceback.extract_tb(tb) if not f.filename.endswith("interactiveshell.py")]
+    # IPython names a cell <ipython-input-…>, a Jupyter kernel a file below ipykernel_PID
     in_cells = [f for f in frames if "ipython-input" in f.filename or "ipykernel_" in f.filename]
     lines = ["Interrupted" if is_interrupt else f"Out of memory: {short_message(error)}"]
     for deepest in in_cells[-1:] or frames[:1]:
@@ -145,10 +152,11 @@ def _answer(
     if is_interrupt:
         lines = [" ".join(lines)]
     else:
+        # `free_memory` clears the frames of this one; IPython sets it only when it shows an error
         sys.last_value = error
         free_memory()
         if isinstance(config, Config):
             ways_out = suggest_changes(config, choose_device())
             lines.append(f"For `config` ({config.name}): {ways_out}")
-    error._render_traceback_ = lambda: lines
+    error._render_traceback_ = lambda: lines  # what IPython prints in place of the frames
     shell.showtraceback((kind, error, tb), tb_offset=tb_offset)

@@ -155,7 +155,8 @@ class CpuRecorder:
 
     def report(self) -> MemoryLedger:
         events = _trace_events(self.profile)
-        last_birth = {}  # by address
+        # By address, which is given out again and again: a gradient is what was born there last.
+        last_birth = {}
         for i, event in enumerate(events):
             if event["name"] == ALLOCATION and event["args"]["Bytes"] > 0:
                 last_birth[event["args"]["Addr"]] = i
@@ -200,15 +201,15 @@ def _trace_events(profile: torch.profiler.profile) -> list[dict]:
     events = []
     for event in trace:
         name = str(event.get("name", ""))
-        on_cpu = name == ALLOCATION and event["args"]["Device Type"] == 0
+        on_cpu = name == ALLOCATION and event["args"]["Device Type"] == 0  # 0 is a CPU
         if on_cpu or name.startswith(PHASE):
             events.append(event)
-    return sorted(events, key=lambda event: event["ts"])
+    return sorted(events, key=lambda event: event["ts"])  # in the file they are not in order
 
 
 @dataclass
 class Peak:
-    """Filled when the block of `peak_allocated` has ended."""
+    """The result of `peak_allocated`: `n_bytes` is 0 until its block has ended."""
 
     n_bytes: int = 0
 

@@ -112,7 +112,7 @@ def load(path: str | os.PathLike[str], device_index: int = 0) -> Snapshot:
 
 
 def _trace_of(path: Path, device_index: int) -> list[Event]:
-    """Return the history of one device in a file, or say what is there instead."""
+    """Return the history of one device in a file. Raises what `load` raises."""
     with path.open("rb") as file:
         try:
             content = _PlainUnpickler(file).load()
@@ -134,6 +134,7 @@ def _trace_of(path: Path, device_index: int) -> list[Event]:
 class _PlainUnpickler(pickle.Unpickler):
     """Reads dicts, lists, numbers and text; resolves no class and no function."""
 
+    # the only way from a pickle to code: whatever it would run or make, it asks for here by name
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}; a snapshot is plain data")
 
@@ -202,6 +203,7 @@ class _AllocationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
+        # a view, or a result in place, has the storage of an input, and allocates nothing
         given = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(out):
             if storage._cdata not in given:
@@ -225,4 +227,5 @@ class _AllocationRecorder(TorchDispatchMode):
             del self.alive[key]
             self.snapshot.add(-n_bytes, line)
 
+        # torch keeps one Python object for a storage until its memory dies, so `end` comes then
         self.alive[key] = weakref.ref(storage, end)

@@ -143,6 +143,7 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
             middle = (start + end) / 2
             over: Look = {"transform": ax.get_xaxis_transform(), "ha": "center", "color": MUTED}
             ax.text(middle, 0.92, phase, **over)
+    # room above the peak for its number and for the phases' names
     ax.set(xlim=(0, at[-1]), ylim=(0, 1.28 * top), xticks=[])
     upright_unit(ax, "MiB allocated")
     ax.set_xlabel(f"operations of one step in order, not in time ({ledger.method})", loc="left")
@@ -195,6 +196,7 @@ def snapshot(history: Snapshot, ax: Axes | None = None, n_lines: int = 5) -> Axe
         colors.append(OTHER)
     for color, layer in zip(colors, ax.stackplot(np.arange(len(alive)), rows), strict=True):
         layer.set(facecolor=color, edgecolor="white", linewidth=0.3)
+    # at least 1: a history of one event would give an axis from 0 to 0, an empty one from 0 to -1
     ax.set(xlim=(0, max(1, len(alive) - 1)), ylim=(0, None))
     upright_unit(ax, "MiB allocated since the start")
     ax.set_xlabel(f"allocations and frees, in order: {history.method}", loc="left")

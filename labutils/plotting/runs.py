@@ -45,7 +45,7 @@ def speed_and_memory(
     here["measured"] = [
         1 / speeds[name] if speeds else 1e3 / run.timing.tokens_per_s for name, run in runs.items()
     ]
-    _speeds(axes[0], pd.concat([here, cards]).reset_index(drop=True))
+    _speeds(axes[0], pd.concat([here, cards]).reset_index(drop=True))  # a None is passed over
     peaks = {name: run.memory.categories for name, run in runs.items() if run.memory}
     first = sum(next(iter(peaks.values()), {}).values())
     marks = {"“half”": first / 2}
@@ -65,6 +65,7 @@ def _speeds(ax: Axes, rows: pd.DataFrame) -> None:
     new_axis(ax, grid="")
     ax.axvspan(2, 3, color=CLAIM, alpha=0.35, lw=0)
     above: Look = {"ha": "center", "va": "bottom", "weight": "bold"}
+    # 6**0.5 is the middle of 2 and 3 on a log axis
     ax.annotate("“2–3 ×”", (6**0.5, 1), (0, 2), ax.get_xaxis_transform(), "offset points", **above)
     place, ticks = 0.0, {}
     for card, steps in rows.groupby("card", sort=False):
@@ -79,7 +80,9 @@ def _speeds(ax: Axes, rows: pd.DataFrame) -> None:
             color, speed = look_of(name, i)["color"], speeds.iloc[i]
             bar: Look = {"color": color}
             if "measured" not in known:
+                # 26 is an opacity of 15 % in hexadecimal
                 bar = {"facecolor": f"{color}26", "edgecolor": color, "linewidth": 1.3}
+            # from 1, not from 0, which a log axis has not: slower points to the left
             ax.barh(place, speed.iloc[0] - 1, 0.75, 1, **bar)
             if "published" in known:
                 ax.plot(2 * [speed.published], [place - 0.45, place + 0.45], color=INK, lw=2)
@@ -107,6 +110,7 @@ def losses(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
         loss = run.series.loss
         tokens = np.arange(1, len(loss) + 1) * run.tokens_per_step
         look = look_of(name, i)
+        # each thinner than those before: equal losses lie on each other, and all are seen
         ax.plot(tokens, loss, **look, markevery=[-1], lw=max(1, 3 - 0.7 * i))
         if loss:
             ends.append((tokens[-1], loss[-1], name, look["color"]))

@@ -104,6 +104,7 @@ class Pool:
     free: list[tuple[int, int, Block]] = field(default_factory=list)
     unmapped: list[tuple[int, Block]] = field(default_factory=list)
 
+    # No two blocks have one address, so sorting never compares the blocks themselves.
     def _place(self, block: Block) -> tuple[list, tuple]:
         if block.mapped:
             return self.free, (block.size, block.address, block)
@@ -188,10 +189,10 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give memory in which nothing is used back to the driver. (release_cached_blocks)"""
         for pool in (self.small, self.large):
-            for _, _, block in list(pool.free):
+            for _, _, block in list(pool.free):  # a copy: the loop takes blocks out
                 if self.settings.expandable_segments:
                     self._unmap(block)
-                elif not block.previous and not block.next:
+                elif not block.previous and not block.next:  # alone: the segment is free as a whole
                     pool.remove(block)
                     self.reserved -= block.size
 
@@ -269,7 +270,7 @@ class CachingAllocator:
         if not block.mapped:
             block = self._map(block, size)
         while block and block.size < size:
-            block = self._map(block.next, size - block.size)
+            block = self._map(block.next, size - block.size)  # merged with what is mapped before it
         if block:
             pool.remove(block)
         return block

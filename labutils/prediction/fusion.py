@@ -82,6 +82,7 @@ def _kept(chains: list[Chain]) -> set[Storage]:
         computes_again = chain.is_fused and chain.phase == BACKWARD_PHASE
         for work in chain.works:
             for storage, _ in work.reads:
+                # what no chain has made, as weights and batch, exists without being kept
                 made_by = maker.get(storage, chain)
                 is_made_again = computes_again and made_by.phase != BACKWARD_PHASE
                 if made_by is not chain and not is_made_again:

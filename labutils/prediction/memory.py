@@ -52,7 +52,8 @@ from labutils.techniques.loss import LossFn
 
 # A key of CARDS, "this" for the GPU here, "cpu", a device of torch, or a card.
 Device = str | torch.device | Card
-# Of what the allocator needs at least: so near is the prediction, so that no "fits" is false.
+# Times what the allocator is predicted to need: with it no run of the recorded table is said to
+# fit that does not complete.
 MARGIN = 1.02
 # Times the peak: a rule of thumb for a CPU, whose allocator is not replayed.
 ALLOWANCE = 1.1
@@ -61,7 +62,8 @@ ALLOWANCE = 1.1
 STEPS = 3
 REPEATED_MICRO_BATCHES = 4  # so many are replayed of a step that has more
 TIMELINE_POINTS = 400
-# of the smallest limit: so far apart may the largest that fails and the smallest that does not be
+# The smallest limit is known when a limit that fails and one that does not are so close, relative
+# to the larger.
 FINENESS = 0.002
 Request = tuple[Storage, bool]  # it is asked for, or given back
 
@@ -182,6 +184,7 @@ class Prediction:
         """The ledger of a step, and what the allocator takes from the card for three."""
         if self.card.gpu is None:
             return self.tensors
+        # a set: the run's settings are mostly one of the two, and a search takes many replays
         taken = {one: self.taken(one) for one in {DEFAULT, EXPANDABLE, self.settings}}
         figures = {
             "reserved_bytes": taken[DEFAULT][0],
@@ -201,6 +204,7 @@ class Prediction:
         """Whether three steps complete in so much memory, on a card with its context in it."""
         if self.card.gpu is None:
             return needed_gib(self.tensors, self.card) <= budget_gib
+        # one replay at the limit that `taken` would have to stay below, in place of its search
         for_tensors = (budget_gib - CONTEXT_GIB) * 2**30 / MARGIN
         return completes(self.requests, for_tensors, self.settings)
 
@@ -235,8 +239,8 @@ def segments_of(trace: Trace, n_micro_batches: int) -> list[Segment]:
 def walk(trace: Trace, n_micro_batches: int = 1) -> Iterator[tuple[int, Segment, Event]]:
     """Yield (step, segment, event) of the first STEPS steps; the model is moved in step 0.
 
-    Left out are births of what lasts in all steps but the first, of what a loop keeps too, and
-    storages that are always empty: for 0 bytes nothing is asked.
+    What lasts is born in the first step alone, also what a loop keeps: its later births are left
+    out. So are storages that are always empty, since for 0 bytes nothing is asked.
     """
     alive: set[Storage] = set()
     moved = Segment("", None, [Event(BIRTH, storage) for storage in trace.standing])
@@ -246,6 +250,7 @@ def walk(trace: Trace, n_micro_batches: int = 1) -> Iterator[tuple[int, Segment,
             for event in segment.events:
                 storage = event.storage
                 if event.kind == BIRTH:
+                    # a rule that gives 0 bytes here may give more for more sequences
                     if storage in alive or not (storage.n_bytes or storage.rule):
                         continue
                     alive.add(storage)
@@ -298,6 +303,7 @@ def ledger_of(trace: Trace, method: str, settings: Settings | None) -> MemoryLed
         shown = np.union1d(np.linspace(0, len(rows) - 1, n_points).round().astype(int), at_peak)
         timeline.append((phase, np.column_stack([positions, alive])[shown].tolist()))
         peak = alive[at_peak]
+        # a phase comes once for each micro-batch
         if peak.sum() > sum(phases.get(phase, {}).values()):
             phases[phase] = dict(zip(categories, peak.tolist(), strict=True))
     return MemoryLedger(phases=phases, method=method, timeline=timeline)
@@ -352,6 +358,8 @@ def smallest_limit(requests: list[Request], unlimited: CachingAllocator) -> int:
     up, the allocator returns what it has cached.
     """
     unit = 2 * MIB
+    # One unit less than is alive at once is surely too little; what was reserved without a limit
+    # is surely enough.
     _, enough = boundary(
         lambda n: not completes(requests, n * unit, unlimited.settings),
         unlimited.peak_allocated // unit - 1,

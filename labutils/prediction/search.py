@@ -269,6 +269,7 @@ def advise(config: Config, device: Device = "a100") -> pd.DataFrame:
             rows[plan.name] = {"costs": f"not possible here: {str(problem).partition(': ')[2]}"}
     columns = ["saves MiB", *["adds ms"] * bool(original.card.gpu), "needs GiB", "costs"]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=columns).rename_axis("change")
+    # stable: of equal savings the cheaper change, which stands first in the table, stays first
     table = table.sort_values("saves MiB", ascending=False, kind="stable")
     table.attrs = {"device": original.card.name, "peak_bytes": original.peak_bytes}
     table.attrs["method"] = original.prediction.method
@@ -306,7 +307,7 @@ def largest_micro_batch(
         requests = with_more_sequences(of(few).requests, of(more).requests, size - few)
         return replace(of(few), requests=requests).fits(budget_gib)
 
-    return boundary(fits, 0, limit + 1)[0]
+    return boundary(fits, 0, limit + 1)[0]  # both ends are known without a trial
 
 
 def size_that_fits(config: Config, limit: int = 8) -> Changes:
@@ -364,6 +365,7 @@ def require_host_memory(config: Config) -> None:
     needed = Forecast(config, CPU).needed_gib * GIB
     if needed <= machine.free_bytes(ON_CPU):
         return
+    # Asked twice: what earlier code has left may be enough, and to collect it takes a moment.
     free_memory()
     free = machine.free_bytes(ON_CPU)
     if needed > free:

@@ -83,6 +83,8 @@ def quantize(weight: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, t
     """
     blocks = weight.detach().float().view(-1, BLOCK)
     scales = blocks.abs().amax(1)
+    # Codes rise, so the numbers half-way between them tell which one is nearest. A block of zeros
+    # has a scale of 0, which divides nothing.
     between = (codes[1:] + codes[:-1]) / 2
     index = torch.bucketize(blocks / scales.clamp(min=1e-30)[:, None], between).to(torch.uint8)
     pairs = index.view(-1, 2)
@@ -96,6 +98,7 @@ def dequantize(
     codes = codes.to(dtype)
     # 256 rows of two numbers, one for each byte
     table = torch.stack([codes.repeat_interleave(16), codes.repeat(16)], 1)
+    # looked up, two numbers at once; an embedding takes no uint8
     numbers = F.embedding(packed.int(), table).view(len(scales), -1)
     return numbers.mul_(scales.to(dtype)[:, None])
 
@@ -125,6 +128,7 @@ class FourBitLinear(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        # On the CPU by name: where a model is made on the meta device, codes need values still.
         codes = torch.tensor(NF4, device="cpu")
         if weight.is_meta:
             packed = torch.empty(weight.numel() // 2, dtype=torch.uint8, device="meta")

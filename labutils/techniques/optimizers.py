@@ -46,6 +46,8 @@ def build_optimizer(
         case "adamw":
             return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, **own)
         case "muon":
+            # GPT-2's output layer is among them: it has the weight of its embedding. A set, since
+            # `in` a list would compare the numbers of tensors, and raise.
             embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
             adamw = {"lr": learning_rate, "betas": BETAS} | own
             # Updates as large as AdamW's, so that its rate fits (Liu et al. 2025, 2502.16982).
@@ -73,6 +75,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""
+        # Made anew in each step: `load_state_dict` puts other groups and another state in the place
+        # of these, which rules that are made once would not see.
         for group in self.param_groups:
             rule = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
             of_group = rule([group])
@@ -91,6 +95,7 @@ def round_stochastically(x: torch.Tensor) -> torch.Tensor:
     """
     noise = torch.randint_like(x, 1 << 16, dtype=torch.int32)
     rounded = noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    # A carry would make -0 of a NaN whose bits are all ones.
     return torch.where(x.isfinite(), rounded, x).bfloat16()
 
 
@@ -111,6 +116,7 @@ def quantize(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor | None) -
     largest = torch.iinfo(codes.dtype).max
     sizes = x.abs() if is_signed else x
     scale.copy_(sizes.amax(dim=1, keepdim=True)).div_(largest ** (2 if is_signed else 4))
+    # A block of zeros over a scale of 0 is NaN. Its code is 0, which a second moment must not have.
     scale.clamp_(min=torch.finfo(torch.float32).tiny)
     sizes.div_(scale).sqrt_()
     if is_signed:
@@ -133,8 +139,10 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def _update(
     p, gradient, exp_avg, exp_avg_sq, scale=None, scale_sq=None, *, group: dict[str, Any], step: int
 ) -> None:
-    """Do one slab of one parameter, `(n,)`, its moments `(blocks, BLOCK)`; all but the gradient is
-    changed in place.
+    """Update one slab of one parameter.
+
+    `p` and `gradient` are `(n,)`, the moments `(blocks, BLOCK)`, their scales `(blocks, 1)`. All
+    but the gradient are changed in place.
     """
     beta1, beta2 = group["betas"]
     n = len(p)
@@ -148,6 +156,7 @@ def _update(
     second = dequantize(exp_avg_sq, scale_sq)
     second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     del gradient
+    # before `quantize`, which overwrites an unsigned `second`; `first` is signed, and stays whole
     denominator = second.div(1 - beta2**step).sqrt_().add_(group["eps"])
     quantize(second, exp_avg_sq, scale_sq)
     del second
@@ -187,12 +196,15 @@ class LowBitAdamW(torch.optim.Optimizer):
     def step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            # One count a group, so that the state holds moments alone. A parameter without a
+            # gradient in some step is corrected for that step, too.
             group["step"] += 1
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 moments = self.state[p] or self._start(p, group["bits"])
                 slabs = [p.view(-1).split(NUMBERS_AT_ONCE)]  # never a copy: it is changed in place
+                # may be a copy, if a gradient has another layout: it is only read
                 slabs.append(p.grad.reshape(-1).split(NUMBERS_AT_ONCE))
                 slabs += [codes.split(NUMBERS_AT_ONCE // BLOCK) for codes in moments.values()]
                 for slab in zip(*slabs, strict=True):

@@ -43,10 +43,10 @@ WORDS = {
 class PairedDifference:
     """How the second numbers of pairs differ from the first, and what can be said of it.
 
-    `mean` with its 95 % interval from `low` to `high`: of the differences second - first, in
-    `unit`, or, where `of` is "time", "speed" or "size", of the ratios second / first (the mean is
-    then the geometric one). `noise` is the interval of pairs that should be equal, if there were
-    any. `verdict` is "larger", "smaller" (the second's numbers), TOO_SMALL or CANNOT_TELL.
+    `mean` has a 95 % interval from `low` to `high`. They are of the differences second - first, in
+    `unit`, or, where `of` is "time", "speed" or "size", of the ratios second / first, whose mean is
+    the geometric one. `noise` is the interval of pairs that should be equal, if there were any.
+    `verdict` is "larger" or "smaller", said of the second's numbers, TOO_SMALL or CANNOT_TELL.
     """
 
     mean: float
@@ -72,7 +72,7 @@ class PairedDifference:
             pairs += f"; equal pairs {noise[0]} to {noise[1]}{unit}"
         if is_told and not is_times:
             if self.verdict == "smaller":
-                word, low, high = less, high, low
+                word, low, high = less, high, low  # without signs the ends change places
             mean, low, high = (number.lstrip("+-") for number in (mean, low, high))
             return f"{mean}{unit} {word} ({low} to {high}{unit}, {pairs})"
         mean = f"{mean} times {as_much}" if is_times else f"{mean}{unit}"
@@ -212,7 +212,7 @@ def _in_turns(calls: Mapping[str, Callable[[], float]], times: int) -> dict[str,
 
 
 def _timed_ms(call: Callable[[], object], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else int
+    wait = torch.cuda.synchronize if device.type == "cuda" else int  # int() does nothing
     wait()
     start = time.perf_counter()
     call()

@@ -104,16 +104,17 @@ def train(
     try:
         with tf32(PRECISIONS[precision].tf32), bar:
             for step in bar:
-                log.begin()
+                log.begin()  # before the batches are fetched: to wait for them belongs to a step
                 if learning_rate_at:
                     for group in optimizer.param_groups:
-                        group["lr"] = learning_rate_at(step - 1)
+                        group["lr"] = learning_rate_at(step - 1)  # schedules count from 0
                 window = list(itertools.islice(stream, grad_accum_steps))
                 if not window:
                     break
                 n_targets = sum(map(count_targets, window))
                 if not n_targets:
                     raise ValueError(NO_TARGET.format(f"the batches of step {step}"))
+                # on the device: `.item()` in each step would wait for it each time
                 mean_loss = torch.zeros((), device=device)
                 grad_norm = take_step(
                     model,
@@ -184,7 +185,8 @@ def _not_finite(window: list[Any], step: int) -> str:
         tensors = batch if isinstance(batch, dict) else {"a batch": batch}
         for name, tensor in tensors.items():
             is_float = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-            if is_float and not (tensor < math.inf).all():  # -inf is what masks hold
+            # Not by isfinite: masks hold -inf. NaN is not below inf either.
+            if is_float and not (tensor < math.inf).all():
                 return f"`{name}` has NaN or inf in the data of step {step}"
     return ""
 
@@ -227,10 +229,14 @@ class StepLog:
 
     def begin(self) -> None:
         """Note that a step begins."""
+        # A scaled 1 is the scale, and stays on the device; `get_scale()` would wait for it.
         self.scale, self.start = self.scaler.scale(self.one), self._mark()
 
     def end(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, rate: float) -> None:
-        """Note that it ends, and its loss, gradient norm, and the scale before and after it."""
+        """Note that the step ends, with its loss and gradient norm, `()` each, and its rate.
+
+        The loss scale after it is noted beside the one before it.
+        """
         end = self._mark()
         norm = self.nan if grad_norm is None else grad_norm
         numbers = loss, norm, self.scale, self.scaler.scale(self.one)
@@ -245,12 +251,13 @@ class StepLog:
         series = self.series
         pending, self.pending = self.pending, []  # an interrupt must not read a row twice
         for begin, end, row, rate in pending:
+            # waits until the row is there: the events of its step have passed by then, too
             loss, grad_norm, scale, next_scale = row.tolist()
             series.loss.append(loss)
             series.grad_norm.append(grad_norm)
             series.learning_rate.append(rate)
             series.loss_scale.append(scale)
-            series.skipped.append(next_scale < scale)
+            series.skipped.append(next_scale < scale)  # its only public sign of that
             ms = begin.elapsed_time(end) if self.cuda else 1000 * (end - begin)
             series.step_ms.append(ms)
         self.last_read = time.monotonic()

@@ -84,6 +84,7 @@ class Data:
 def build_data(config: Config) -> Data:
     """Return a resolved config's text as batches, with enough of it for its steps if there is."""
     trained = config.steps * config.tokens_per_step
+    # one block of ten is not trained on; `min_tokens` adds ten, since the last ten may be cut short
     with_held_out = trained * HELD_OUT_EVERY // (HELD_OUT_EVERY - 1)
     tokenizer = None
     if config.weights == "pretrained":
@@ -95,6 +96,7 @@ def build_data(config: Config) -> Data:
         tokenizer=tokenizer,
     )
     blocks, held_out = corpus.split(config.seq_len)
+    # Not the config's seed: runs that differ in it are evaluated on the same text.
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
     evaluation = held_out[order[:HELD_OUT_SEQUENCES]].split(config.micro_batch_size)
     return Data(
@@ -225,6 +227,8 @@ def _stdlib_documents() -> Iterator[str]:
 
         yield "\n\n".join(topics[name] for name in sorted(topics))
     root = Path(sysconfig.get_path("stdlib"))
+    # pydoc_data has the topics of above once more; tests are left out, likely since a packaged
+    # Python may lack them
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
     for path in sorted(root.rglob("*.py")):
         if not skipped.intersection(path.relative_to(root).parts):
@@ -260,6 +264,7 @@ def _trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
+        # all 256 bytes: what is not in the text it learns from would vanish from later text
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -22,7 +22,10 @@ Training = Callable[..., Any]  # (model, batches, held_out, optimizer)
 
 
 def try_training(training: Training, alive_bytes: Callable[[], int]) -> tuple:
-    """Return its result, `alive_bytes()` after each optimizer step, and the model's first layer."""
+    """Run a training loop on a small network, the same each time.
+
+    Returns its result, `alive_bytes()` after each optimizer step, and the model's first layer.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -34,6 +37,7 @@ def try_training(training: Training, alive_bytes: Callable[[], int]) -> tuple:
 
 
 def without_leak(model, batches, held_out, optimizer):
+    """Train as the leaking loop of the notebook does, and keep numbers only."""
     losses, curve, largest = [], [], []
     model[0].register_forward_hook(lambda *three: largest.append(three[2].max().item()))
     for x, y in batches:
@@ -50,13 +54,14 @@ def wrong_result(result: Any) -> Problem:
     """Compare losses, held-out losses and the largest output with those of a loop that is right."""
     if not isinstance(result, tuple | list) or len(result) != 3:
         return "return three things: the losses, the held-out losses and the largest output."
-    right = try_training(without_leak, int)[0]
+    right = try_training(without_leak, int)[0]  # int() is 0: no memory is asked for here
     names = "losses", "held-out losses", "largest output of all batches, and of held-out data,"
     losses, curve, largest = result
     for name, values, expected in zip(names, (losses, curve, [largest]), right, strict=True):
         numbers = [float(value) for value in values]
         if len(numbers) != len(expected):
             return f"the {name} are to be {len(expected)}, one for each step."
+        # a loop may compute in float64, or with NumPy: its numbers are others in the last digits
         if not np.allclose(numbers, expected, rtol=0, atol=1e-5):
             return f"the {name} are others than before. A repair must not change the training."
     return None
@@ -93,6 +98,7 @@ def repair(training: Training) -> Problem:
     in_tensors, in_python = (
         np.diff(each[FIRST_COMPARED:]).mean() / 1024 for each in (floors, in_python)
     )
+    # the sum: a list of numbers, or a NumPy copy, takes as much as the tensor that it stands for
     rise = in_tensors + in_python
     if rise > FLAT_KIB:
         why = "Some list holds tensors, whole or with a graph. Which number of each is needed?"

@@ -41,6 +41,7 @@ def amp_window(step: Step) -> Problem:
     """
     if problem := first_problem(step, 2, 12, 1, 6):
         return problem
+    # another window, for a function into which the first one's number of rows is written
     problem = first_problem(step, 5, 3)
     return problem and (
         "right for micro-batches of 2, 12, 1 and 6 rows, but not for two of 5 and 3. Does the "
@@ -89,6 +90,7 @@ def accumulation_control(answer: tuple[dict, dict]) -> Problem:
     A run is {"n", "m", "rate", "tokens", "seeds"}: a window of n micro-batches with m sequences.
     """
     try:
+        # a set of floats: seeds in another order, or in a tuple, are the same seeds
         first, second = (
             {**run, "batch": run["n"] * run["m"], "seeds": {*map(float, run["seeds"])}}
             for run in answer
@@ -111,6 +113,7 @@ def accumulation_control(answer: tuple[dict, dict]) -> Problem:
         "tokens": "they see unequal numbers of tokens: the longer run has learned from more text.",
         "seeds": "their seeds differ, so weights and order of the text differ: these are no pairs.",
     }
+    # n is what the runs are about and must differ; all else must be equal
     for key, problem in problems.items():
         if (first[key] == second[key]) == (key == "n"):
             return problem

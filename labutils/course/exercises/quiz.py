@@ -1,4 +1,4 @@
-"""What has few answers is data: exercises of choices.yaml, and self-tests of quizzes.yaml."""
+"""Questions with few answers are data: exercises of choices.yaml, self-tests of quizzes.yaml."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def problem_of(
     for value, problem in table["answers"].items():
         if abs(number - value) <= table.get("tolerance", 0) * abs(value):
             return problem
-    if of_others and number in range(1, 101):
+    if of_others and number in range(1, 101):  # whole numbers only: 2.5 is in no range
         return of_others(number)
     return table["otherwise"]
 
@@ -41,7 +41,7 @@ def choice(name: str, of_others: Callable[[float], str] | None = None) -> Callab
 
     def judge(answer: Any) -> Problem:
         if isinstance(next(iter(answers)), str):
-            letters = letters_in(answer)
+            letters = letters_in(answer)  # a pair in either order, unless the table has both
             return answers.get(letters, answers.get(letters[::-1], otherwise))
         numbers = numbers_in(answer)
         problems = [problem_of(number, table, of_others) for number in numbers]

@@ -41,6 +41,7 @@ class Toy:
         self.optimizer.register_step_post_hook(self._note_step)
 
     def _note_forward(self, _, __, output):
+        # a pass that autograd does not record trains nothing: dummy passes do not count
         if output.requires_grad:
             self.passes.append((len(self.passes), output.numel(), output.dtype))
             output.register_hook(partial(self._note_backward, self.passes[-1]))
@@ -52,12 +53,13 @@ class Toy:
     def _vector(self):
         return nn.utils.parameters_to_vector(self.model.parameters()).detach()
 
+    # Weights that are stored in FP16 beside the step show here: they change between two steps.
     def _compare(self, *_):
         self.is_changed_outside |= not torch.equal(self._vector(), self.weights[-1])
 
     def _note_step(self, *_: object) -> None:
         self.weights.append(self._vector())
-        self.n_passes.append(len(set(self.passes)))
+        self.n_passes.append(len(set(self.passes)))  # a set: who goes backward is noted twice
 
     def take(self, step: Step, window: Window, max_grad_norm: float = NO_CLIPPING) -> Toy:
         self.result = step(self.model, window, self.optimizer, self.scaler, max_grad_norm)
@@ -102,6 +104,7 @@ def candidates(
     for part in parts:
         each_time = clipped(each_time + part, max_norm)
         while_scaled = clipped(while_scaled + part, max_norm / LOSS_SCALE)
+    # The first that fits is told. The right one leads: at equal lengths a mistake may equal it.
     return {
         None: clipped(whole, max_norm),
         "the gradients are not clipped.": whole,
@@ -173,6 +176,7 @@ def wrong_step(toy: Toy, windows: list[Window], max_norm: float = NO_CLIPPING) -
 
 
 def wrong_passes(toy: Toy, window: Window) -> Problem:
+    """Return what is wrong with the passes through the model: their rows, dtype, order."""
     passes = [each for each in toy.passes if toy.passes.count(each) > 1]  # they went backward
     if not passes:
         return "the function never called the model, or nothing went backward from its output."
@@ -217,7 +221,7 @@ def first_problem(step: Step, *sizes: int) -> Problem:
     if problem:
         return problem
     (x, y), *others = window
-    overflow = [(x, 1e6 * y), *others]
+    overflow = [(x, 1e6 * y), *others]  # 1e6 times the loss scale is far beyond FP16's 65,504
     clean_scale, toy = toy.scaler.get_scale(), Toy().take(step, overflow)
     scale = toy.scaler.get_scale()
     if len(toy.weights) != 1:
@@ -297,7 +301,7 @@ def wrong_losses(toy: Toy, windows: list[Window]) -> Problem:
     losses = toy.result
     if not hasattr(losses, "__len__") or len(losses) != len(windows):
         return f"it returns no list with one loss per optimizer step: {len(windows)} of them."
-    steps = zip(toy.weights, windows, strict=False)
+    steps = zip(toy.weights, windows, strict=False)  # without the weights after the last step
     right = [micro_losses(weights, window) for weights, window in steps]
     known = {
         None: torch.stack([of_window.mean() for of_window in right]),

@@ -2,8 +2,7 @@
 
 `NAME.json`, which `make exhibits` writes, holds an exhibit's words, its data, and a still picture
 for where scripts do not run. `NAME.js` is its model as plain functions, and `mount`, which shows
-it.
-Nothing is computed here, nothing is fetched, and no kernel is needed.
+it. Nothing is computed here, nothing is fetched, and no kernel is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EITHER = Parameter.POSITIONAL_OR_KEYWORD
 # Of a script: what joins modules, comments on lines of their own, and indentation.
 LEFT_OUT = re.compile(r"^import [^;]*;\n|^export |^ *//.*\n|^ +", re.MULTILINE)
 RULE = re.compile(r"^(\.play [^{}@]*)\{[^}]*\}\n", re.MULTILINE)  # of the style
-CLASS = re.compile(r"\.(?!play)([a-z-]+)")
+CLASS = re.compile(r"\.(?!play)([a-z-]+)")  # .play is the box of every exhibit
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ def player(name: str) -> Any:
         for key, allowed in table["choices"].items():
             if start[key] not in allowed:
                 raise ValueError(f"{key}: {start[key]!r} is not one of {allowed}")
+        # `choices` cannot say that two numbers belong together
         if name == "amdahl" and start != defaults:
             check_own_point(**start)
         return Exhibit(table["title"], table["say"], html_of(name, table, start))
@@ -82,15 +82,20 @@ def check_own_point(share: float | None, speedup: float | None) -> None:
 
 
 def html_of(name: str, table: dict, start: dict) -> str:
-    """Return an exhibit that begins with `start`. Its still is of what its finding says."""
+    """Return an exhibit that begins with `start`, as HTML.
+
+    Its still picture shows what `table["finding"]` says, whatever `start` is: no other is stored.
+    """
     finding, still = table["finding"], table["still"]
     data = literal(table["data"] | {"start": start, "say": table["say"]})
     script = script_of(name)
 
+    # Each exhibit carries its own copy, so only the rules whose classes its script names.
     def needed(rule: re.Match[str]) -> str:
         return rule[0] if all(each in script for each in CLASS.findall(rule[1])) else ""
 
     rules = RULE.sub(needed, read("shared.css"))
+    # A colon before a blank belongs to a declaration; one without, as in :hover, to a selector.
     style = literal(re.sub(r"\s*([{};,]|(?<=[a-z]):(?= ))\s*", r"\1", rules))
     return f"""<div class="play" data-exhibit="{name}">
 <figure style="margin: 0"><img alt="{finding}" src="{still}"></figure>
@@ -111,7 +116,7 @@ def literal(value: Any) -> str:
     """Return a value as a script reads it. Numbers of NumPy and torch become those of Python."""
     item = methodcaller("item")
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=item)
-    return text.replace("<", "\\u003c")
+    return text.replace("<", "\\u003c")  # "</script>" inside a text would end the script
 
 
 def read(file: str) -> str:
