@@ -128,8 +128,8 @@ class FourBitLinear(nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # On the CPU by name: where a model is made on the meta device, codes need values still.
-        codes = torch.tensor(NF4, device="cpu")
+        # By name: where a model is made on the meta device, codes need values still.
+        codes = torch.tensor(NF4, device="cpu" if weight.is_meta else weight.device)
         if weight.is_meta:
             packed = torch.empty(weight.numel() // 2, dtype=torch.uint8, device="meta")
             scales = torch.empty(weight.numel() // BLOCK, dtype=torch.uint8, device="meta")
