@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from labutils.memory.ledger import MIB, MemoryLedger
 from labutils.memory.snapshot import Snapshot
 from labutils.plotting.style import (
+    CATEGORIES,
     COLORS,
     INK,
     MUTED,
@@ -35,14 +36,14 @@ def stacked_memory(
     """Draw {label: {category: bytes}} as stacked bars, in MiB.
 
     Labels "a: b" and "a: c" make a group with the headline a; a label that says "predicted" is
-    hatched. The name of a category stands in its widest piece; a key names those that have no room
-    there and can be seen: 1/400 of the longest bar. `marks` are {label: bytes} drawn as lines
+    hatched. Names of categories stand in one bar, that with room for most of them; a key has the
+    others that can be seen: 1/400 of the longest bar. `marks` are {label: bytes} drawn as lines
     across the bars, for example a guess; None is left out. `xlabel` says of which instant the
     bytes are.
     """
     ax = new_axis(ax, height=0.3 * len(peaks) + 1.5, grid="")
     longest = max((sum(parts.values()) for parts in peaks.values()), default=0)
-    widest: dict[str, Rectangle] = {}
+    seen: list[dict[str, Rectangle]] = []
     place, ticks, group = 0.0, [], ""
     for label, parts in peaks.items():
         head, _, name = label.rpartition(": ")
@@ -50,16 +51,15 @@ def stacked_memory(
             place += 1.1
             ax.annotate(head, (0, place), (0, -3), textcoords="offset points", weight="bold")
         left, group, place = 0.0, head, place + 1
+        seen.append({})
         for category, n_bytes in parts.items():
             if n_bytes:
                 look: Look = {"color": color_of(category), "edgecolor": "white", "linewidth": 0.8}
                 look["hatch"] = "////" if "predicted" in label else ""
                 [bar] = ax.barh(place, n_bytes / MIB, 0.82, left, **look)
                 left += n_bytes / MIB
-                if n_bytes > longest / 400 and (
-                    category not in widest or bar.get_width() > widest[category].get_width()
-                ):
-                    widest[category] = bar
+                if n_bytes > longest / 400:
+                    seen[-1][category] = bar
         n_digits = 0 if left >= 100 else 1
         total: Look = {"textcoords": "offset points", "va": "center", "zorder": 3}
         over_marks: Look = {"facecolor": "white", "edgecolor": "none", "pad": 1}
@@ -76,41 +76,42 @@ def stacked_memory(
     ax.set_ylim(place + 0.6, 0.35)
     ax.margins(x=0.1)
     ax.set_xlabel(xlabel, loc="left")
-    if names := _in_order(peaks.values(), _without_room(ax, widest, at_marks)):
+    without = _without_room(ax, seen, at_marks)
+    if names := sorted(without, key=[*CATEGORIES, *without].index):
         key(ax, names, list(map(color_of, names)))
     return ax
 
 
-def _without_room(ax: Axes, bars: Mapping[str, Rectangle], marks: Sequence[float]) -> list[str]:
-    """Write names into their bars, beside `marks` in MiB; return the names that have no room."""
-    names = {}
-    for name, bar in bars.items():
-        ends = bar.get_x(), bar.get_x() + bar.get_width()
-        cuts = sorted([*ends, *(mark for mark in marks if ends[0] < mark < ends[1])])
-        start, end = max(pairwise(cuts), key=lambda piece: piece[1] - piece[0])
-        middle = (start + end) / 2, bar.get_y() + bar.get_height() / 2
-        look: Look = {"ha": "center", "va": "center", "size": 7.5}
-        names[ax.text(*middle, name, color=on_color(color_of(name)), **look)] = end - start
+def _without_room(
+    ax: Axes, rows: Sequence[Mapping[str, Rectangle]], marks: Sequence[float]
+) -> list[str]:
+    """Write names into the pieces of one bar, beside `marks` in MiB; return the other names."""
+    look: Look = {"ha": "center", "va": "center", "size": 7.5}
+    texts = {
+        name: ax.text(0, 0, name, color=on_color(color_of(name)), **look)
+        for name in dict.fromkeys(name for row in rows for name in row)
+    }
     ax.figure.draw_without_rendering()  # only now the widths are known
-    without = []
-    for text, room in names.items():
-        pixels = np.ptp(ax.transData.transform([(0, 0), (room, 0)])[:, 0])
-        if text.get_window_extent().width > 0.94 * pixels:
-            without.append(text.get_text())
+    pixels = np.ptp(ax.transData.transform([(0, 0), (1, 0)])[:, 0])
+
+    def places(row: Mapping[str, Rectangle]) -> dict[str, tuple[float, float]]:
+        """Return where in a bar the names stand that have room in it."""
+        found = {}
+        for name, bar in row.items():
+            ends = bar.get_x(), bar.get_x() + bar.get_width()
+            cuts = sorted([*ends, *(mark for mark in marks if ends[0] < mark < ends[1])])
+            start, end = max(pairwise(cuts), key=lambda piece: piece[1] - piece[0])
+            if texts[name].get_window_extent().width <= 0.94 * pixels * (end - start):
+                found[name] = (start + end) / 2, bar.get_y() + bar.get_height() / 2
+        return found
+
+    best = max(map(places, rows), key=len, default={})
+    for name, text in texts.items():
+        if name in best:
+            text.set_position(best[name])
+        else:
             text.remove()
-    return without
-
-
-def _in_order(stacks: Iterable[Mapping[str, float]], seen: Iterable[str]) -> list[str]:
-    """Return the names that are seen, in an order that keeps each stack's own."""
-    names: list[str] = []
-    for stack in stacks:
-        at = 0
-        for name in stack:
-            if name not in names:
-                names.insert(at, name)
-            at = names.index(name) + 1
-    return [name for name in names if name in seen]
+    return [name for name in texts if name not in best]
 
 
 def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:

@@ -11,14 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from labutils.plotting.memory import stacked_memory
+from labutils.plotting.numbers import curves
 from labutils.plotting.style import (
     CLAIM,
     INK,
     Look,
     look_of,
-    name_lines,
     new_axis,
-    upright_unit,
 )
 from labutils.training.record import RunRecord, labels
 
@@ -102,21 +101,26 @@ def _speeds(ax: Axes, rows: pd.DataFrame) -> None:
     ax.set_xlabel(f"tokens per second, × {rows.precision[0]}'s on the same device", loc="left")
 
 
-def losses(records: Sequence[RunRecord], ax: Axes | None = None) -> Axes:
-    """Draw losses against tokens seen, which is the only fair axis for unequal runs."""
-    ax = new_axis(ax)
-    ends = []
-    for i, (name, run) in enumerate(zip(labels(records), records, strict=True)):
-        loss = run.series.loss
-        tokens = np.arange(1, len(loss) + 1) * run.tokens_per_step
-        look = look_of(name, i)
+def losses(records: Sequence[RunRecord]) -> np.ndarray:
+    """Draw losses against tokens seen, the only fair axis for unequal runs, and below them how far
+    each lies above the first run's; return the two axes.
+    """
+    options: Look = {"figsize": (7.5, 4.6), "sharex": True, "layout": "constrained"}
+    _, axes = plt.subplots(2, 1, height_ratios=(3, 2), **options)
+    lines: dict[str, dict[float, float]] = {}
+    for name, run in zip(labels(records), records, strict=True):
+        lines[name] = {n * run.tokens_per_step: x for n, x in enumerate(run.series.loss, 1)}
+    first, of_first = next(iter(lines.items()))
+    above = {
+        name: {tokens: x - of_first[tokens] for tokens, x in line.items() if tokens in of_first}
+        for name, line in lines.items()
+    }
+    curves(lines, "", "nats per token", axes[0])
+    curves(above, "tokens trained on", f"nats above {first}", axes[1])
+    for ax in axes:
         # each thinner than those before: equal losses lie on each other, and all are seen
-        ax.plot(tokens, loss, **look, markevery=[-1], lw=max(1, 3 - 0.7 * i))
-        if loss:
-            ends.append((tokens[-1], loss[-1], name, look["color"]))
-    name_lines(ax, ends)
-    upright_unit(ax, "nats per token")
-    ax.xaxis.set_major_locator(MaxNLocator(4))
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.set_xlabel("tokens trained on", loc="left")
-    return ax
+        for i, line in enumerate(ax.lines):
+            line.set(lw=max(1, 3 - 0.7 * i), markevery=[-1])
+    axes[1].xaxis.set_major_locator(MaxNLocator(4))
+    axes[1].xaxis.set_major_formatter("{x:,.0f}")
+    return axes

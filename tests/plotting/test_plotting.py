@@ -29,7 +29,6 @@ TRACE = [
         ("alloc", 500, 5),
     )
 ]
-SEGMENTS = {"before": [[(MIB, True), (MIB, False)]], "after": [[(2 * MIB, False)]]}
 
 
 def who(event):
@@ -40,7 +39,7 @@ DRAWN = {  # a function: its arguments before the axis
     "curves": ({"it": {1: 2.0, 4: None}}, "batch", "ms"),
     "bands": ({"16": {1: [1.0, 3.0], 2: [2.0, 2.0]}}, "x", "y"),
     "stacked_memory": ({"fp32": {"parameters": MIB, "gradients": 0, "optimizer state": 2 * MIB}},),
-    "blocks": (SEGMENTS,),
+    "blocks": ({"before": [[(MIB, True), (MIB, False)]], "after": [[(2 * MIB, False)]]},),
     "block_history": (TRACE, who),
 }
 
@@ -111,23 +110,22 @@ def test_speed_and_memory_stand_beside_the_claim_without_what_did_not_train():
     claim, *bars = speeds.patches
     assert (claim.get_x(), claim.get_width()) == (2, 1)
     assert [1 + bar.get_width() for bar in bars] == [4, 2, 2]
-    assert [bar.get_facecolor()[3] == 1 for bar in bars] == [
-        True,
-        True,
-        False,
-    ]  # the T4 is predicted
+    are_solid = [bar.get_facecolor()[3] == 1 for bar in bars]
+    assert are_solid == [True, True, False]  # the T4 is predicted
     mark, one = speeds.lines
     assert list(mark.get_xdata()) == [3, 3] and list(one.get_xdata()) == [1, 1]
-    said = words(speeds.texts)
-    assert {"This machine: measured", "H100: measured", "T4: predicted, published (black)"} <= set(
-        said
-    )
+    headlines = {"This machine: measured", "H100: measured", "T4: predicted, published (black)"}
+    assert headlines <= {*words(speeds.texts)}
     assert peaks.lines[0].get_xdata()[0] == 0.5  # half of what the first takes
 
 
 def test_losses_are_drawn_against_tokens():
-    ax = plotting.losses([run("fp32", 20.0), run("bf16", 5.0)])
-    assert [list(line.get_xdata()) for line in ax.lines] == [[10, 20], [10, 20]]
+    slow, fast = run("fp32", 20.0), run("bf16", 5.0)
+    fast.series.loss = [x + 1 for x in slow.series.loss] + [3.0]  # a step more
+    above, below = plotting.losses([slow, fast])
+    assert [list(line.get_xdata()) for line in above.lines] == [[10, 20], [10, 20, 30]]
+    assert [list(line.get_ydata()) for line in below.lines] == [[0, 0], [1, 1]]
+    assert below.get_ylabel() == "nats above fp32"
 
 
 def test_timeline_shows_every_phase_and_marks_the_peak():
@@ -161,9 +159,8 @@ def test_names_at_the_ends_of_lines_do_not_cover_each_other():
 
 def test_groups_have_a_headline_and_a_category_without_room_is_in_the_key():
     parts = {"parameters": 90 * MIB, "gradients": MIB, "temporaries": MIB / 1000}
-    ax = plotting.stacked_memory(
-        {"none: forward": parts, "none: loss": parts, "block: loss": parts}
-    )
+    labels = "none: forward", "none: loss", "block: loss"
+    ax = plotting.stacked_memory(dict.fromkeys(labels, parts))
     assert words(ax.get_yticklabels()) == ["forward", "loss", "loss"]
     assert {"none", "block", "parameters"} <= set(words(ax.texts))
     assert words(ax.get_legend().get_texts()) == ["gradients"]
@@ -183,7 +180,6 @@ plt.show()"""
     client = NotebookClient(nbformat.read(path, 4), kernel_name="python3")
     inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     [cell] = client.execute(env=os.environ | inline).cells
-    [alt] = [
-        o.metadata["image/png"]["alt"] for o in cell.outputs if "image/png" in o.get("data", {})
-    ]
-    assert alt == "It grows. From left to right: batch. Upwards: ms"
+    [figure] = [o for o in cell.outputs if "image/png" in o.get("data", {})]
+    said = figure.metadata["image/png"]["alt"]
+    assert said == "It grows. From left to right: batch. Upwards: ms"

@@ -64,11 +64,11 @@ export function mount(root, data) {
   function showChart() {
     const lowest = Math.min(...points.map((at) => Math.log2(amdahl(at.share, at.product))));
     const x = { from: low, to: 6 };
-    const y = { from: Math.min(-2, Math.floor(lowest)), to: state.share > 0.95 ? 6 : 4 };
+    const y = { from: Math.min(-2, Math.floor(lowest)), to: 6 };
     const asTick = (e) => [e, e < 0 ? `1/${2 ** -e}` : `${2 ** e}`];
     const isShown = (up) => up >= y.from && up <= y.to;
     const powers = Array.from({ length: 13 }, (_, i) => i - 6);
-    const [some, all] = [powers.filter((e) => e % 2 === 0 && e >= low), powers.filter(isShown)];
+    const [some, all] = [powers.filter((e) => e % 2 === 0 && e > low), powers.filter(isShown)];
     picture.begin(
       { ...x, ticks: some.map(asTick), title: "speed of one matmul, ×" },
       { ...y, ticks: all.map(asTick), title: "speed of the step, ×" },
@@ -85,11 +85,13 @@ export function mount(root, data) {
       picture.rule({ y: Math.log2(limit) }, { "stroke-dasharray": "5 4" });
       picture.text(x.from, Math.log2(limit), `limit ${times(limit)}`, { dx: 6, dy: -5 });
     }
-    for (const point of points.filter(({ step }) => step)) {
+    // near the diagonal: names stand by turns on its two free sides
+    for (const [i, point] of points.filter(({ step }) => step).entries()) {
       const { card, product, step } = point;
+      const beside = i % 2 ? { dx: -8, dy: -6, anchor: "end" } : { dx: 7, dy: 15 };
       const at = [Math.log2(product), Math.log2(step)];
       picture.dot(...at, { fill: "var(--sky)", opacity: isHere(point) ? 1 : 0.4 });
-      picture.text(...at, card, { dx: 7, dy: 15 });
+      picture.text(...at, card, beside);
     }
     const up = Math.log2(amdahl(state.share, state.product));
     const look = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 3 };

@@ -65,7 +65,7 @@ export function neighbour(stored, format, by) {
 }
 
 export function parse(text) {
-  const plain = text.trim().toLowerCase();
+  const plain = text.trim().toLowerCase().replaceAll("−", "-");
   if (/^[+-]?inf(inity)?$/.test(plain)) return plain.startsWith("-") ? -Infinity : Infinity;
   return plain === "" ? NaN : Number(plain);
 }
@@ -159,12 +159,7 @@ export function mount(root, data) {
     for (const [at] of ticks) picture.rule({ x: at }, { opacity: 0.4 });
     const at = (sign * (Math.abs(x) - middle)) / gap;
     if (!(Math.abs(at) <= 1)) return;
-    const triangle = [
-      [0, 0],
-      [-7, -14],
-      [7, -14],
-    ];
-    picture.mark(at, 0, triangle, { fill: "var(--vermilion)" });
+    picture.mark(at, 0, "0,0 -7,-14 7,-14", { fill: "var(--vermilion)" });
     picture.text(at, 0.6, "value", { anchor: "middle", dy: 0 });
   }
 
@@ -193,7 +188,7 @@ export function mount(root, data) {
   let good = first; // the last value that was a number
   function show() {
     const parsed = parse(state.text);
-    const isTypo = Number.isNaN(parsed) && !/^\s*[+-]?nan\s*$/i.test(state.text);
+    const isTypo = Number.isNaN(parsed) && !/^\s*[+−-]?nan\s*$/i.test(state.text);
     const x = isTypo ? good : (good = parsed);
     value.setAttribute("aria-invalid", isTypo);
     const format = formatOf(state.name);

@@ -20,11 +20,12 @@ import {
 const LABELS = {
   model: "model",
   precision: "precision",
-  seq_len: "length in tokens",
+  seq_len: "tokens",
   gradient_checkpointing: "checkpointing",
   optimizer: "optimizer",
 };
 const GIB = 1024 * MIB;
+const round = (x) => whole(Number(x.toPrecision(2)));
 const keyOf = (setting, switches) => switches.map((name) => setting[name]).join("/");
 
 // The value at a batch size, on straight lines through the points that are known.
@@ -125,7 +126,7 @@ export function mount(root, data) {
     state.batch = n;
     show();
   });
-  const picture = chart("GiB at the peak of each phase", { height: 230, left: 84, bottom: 20 });
+  const picture = chart("GiB at the peak of each phase", { height: 250, left: 84, bottom: 40 });
   const fills = data.looks.map(([, colour, hatch]) => pattern(picture.svg, colour, hatch));
   const own = make("input", { type: "number", min: 1, max: 999, step: "any" });
   own.value = 16;
@@ -138,8 +139,8 @@ export function mount(root, data) {
   );
   const verdict = paragraph();
   const cards = table(["GPU", "one step takes", "tokens/s"]);
-  const file = make("pre", { tabindex: 0, role: "group", "aria-label": "config file" });
-  const folded = details("The config as a file: save it as configs/my_plan.yaml", file);
+  const file = make("pre", { tabindex: 0, role: "group", "aria-label": "config" });
+  const folded = details("The config: save it as configs/my_plan.yaml", file);
   folded.ontoggle = showFile;
 
   function showBars(peaks, highest) {
@@ -149,7 +150,11 @@ export function mount(root, data) {
     // the card stays in the picture, so that a longer bar nears it
     const room = usable(data, state.setting, own.valueAsNumber) * GIB;
     const reach = 1.15 * Math.max(highest, room > 0 ? room : 0);
-    picture.begin({ from: 0, to: reach, title: "GiB" }, { from: 0, to: phases.length, ticks });
+    const unit = 10 ** Math.floor(Math.log10(reach / GIB));
+    const every = reach / GIB < 2 * unit ? unit / 2 : unit;
+    const marks = Array.from({ length: 1 + reach / GIB / every }, (_, i) => i * every);
+    const across = { ticks: marks.map((at) => [at * GIB, short(at)]), title: "GiB" };
+    picture.begin({ from: 0, to: reach, ...across }, { from: 0, to: phases.length, ticks });
     const ends = phases.map(() => 0);
     fills.forEach((fill, i) => {
       const boxes = [];
@@ -164,8 +169,8 @@ export function mount(root, data) {
     ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
     if (room > 0) {
       picture.rule({ x: room }, { stroke: "var(--vermilion)", "stroke-width": 3 });
-      const above = { dx: -5, dy: -6, anchor: "end" };
-      picture.text(room, phases.length, `your card, ${own.value}`, above);
+      const above = room < reach / 2 ? { dx: 5, dy: -6 } : { dx: -5, dy: -6, anchor: "end" };
+      picture.text(room, phases.length, `room on your card: ${gib(room)}`, above);
     }
   }
 
@@ -183,30 +188,30 @@ export function mount(root, data) {
     const isIn = own.valueAsNumber >= least;
     const mine = isSize
       ? `On yours it ${isIn ? "fits" : "does not fit"}.`
-      : "Yours is not known: write its GiB, as 15.5.";
+      : "Write your card's GiB, as 15.5.";
     verdict.textContent =
-      `The run needs a card with ${least.toFixed(1)} GiB, gaps and CUDA's own memory included. ` +
+      `The run needs a card with ${least.toFixed(1)} GiB, gaps and CUDA's memory included. ` +
       `${mine} ${answer}`;
     // by size: do all cards of this size hold it?
     const holds = {};
     for (const [, memory] of data.cards) {
       holds[Math.ceil(memory)] = (holds[Math.ceil(memory)] ?? true) && memory >= least;
     }
-    chips.replaceChildren(
-      ...Object.entries(holds).flatMap(([size, isIn]) => [
-        make("span", { class: isIn ? "chip holds" : "chip" }, `${isIn ? "✓" : "✗"} ${size} GiB`),
-        " ",
-      ]),
-    );
+    const sizes = (isIn) =>
+      Object.keys(holds)
+        .filter((size) => holds[size] === isIn)
+        .join(", ");
+    const marked = [`✗ ${sizes(false)}`, `✓ ${sizes(true)}`].filter((text) => text.length > 2);
+    chips.textContent = `${marked.join(" · ")} GiB`;
     const results = times(data, setting, batch);
     cards.show(
       data.timed.map((name, i) => {
         const memory = data.cards.find(([card]) => card === name)[1];
         const title = `${name}, ${memory} GiB${memory < least ? ": too little" : ""}`;
         if (!results[i]) return [title, `no ${setting.precision} hardware`, "–"];
-        const [ms, low, high] = ["ms", "low", "high"].map((key) => short(results[i][key], 2));
-        const rate = (1000 * batch * setting.seq_len) / results[i].ms;
-        return [title, `${ms} ms (${low} to ${high})`, whole(Number(rate.toPrecision(2)))];
+        const { ms, low, high } = results[i];
+        const rate = (1000 * batch * setting.seq_len) / ms;
+        return [title, `${round(ms)} ms (${round(low)} to ${round(high)})`, round(rate)];
       }),
     );
   }
@@ -247,10 +252,10 @@ export function mount(root, data) {
     folded: [
       [
         "How we know",
-        "All numbers are predicted; bytes are those of an A100. One step is one micro-batch, " +
-          "without dropout. Batches of 1, 8 and 64 were predicted; between them a straight line " +
-          "is drawn. Tests find up to 6 % between such a line's peak and its own prediction, 12 % " +
-          "for cards, and 8 % for times. FP16 needs as many bytes as BF16; a T4 only emulates BF16.",
+        "All is predicted, bytes as on an A100; a step is one micro-batch, without dropout. Batches of " +
+          "1, 8 and 64 were predicted; others lie on straight lines between. Tests find " +
+          "peaks up to 6 % off, cards 12 %, times 8 %. FP16 needs as many bytes as BF16, which " +
+          "a T4 emulates.",
       ],
     ],
   });

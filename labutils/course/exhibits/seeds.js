@@ -42,9 +42,8 @@ export function mount(root, data) {
   const seeds = slider("seeds", { min: 2, max: n }, (n) => set({ n }));
   const step = slider("step", { min: 0, max: steps.length - 1 }, (step) => set({ step }));
   const sentence = paragraph();
-  const picture = chart("the difference of each pair, and the interval of their mean", {
-    height: 150,
-    left: 16,
+  const picture = chart("the interval of the mean difference, by the number of seeds", {
+    height: 300,
   });
   const rows = table(["precision", "loss ± σ", "skipped", "inf or NaN"]);
 
@@ -67,25 +66,35 @@ export function mount(root, data) {
   }
 
   function showChart(gap) {
-    // one scale for all numbers of seeds, now and at the end: it is seen to shrink, and to move
     const counts = Array.from({ length: n - 1 }, (_, i) => i + 2);
-    const each = counts.flatMap((n) => [state.step, steps.length - 1].map((at) => gapOf(n, at)));
-    const all = each.filter((one) => one.n > 1);
-    const ends = all.flatMap((one) => [...one.pairs, one.low, one.high]);
-    const reach = Math.max(...ends.map(Math.abs)) || 1;
-    const ticks = [-reach, 0, reach].map((x) => [x, short(x, 2)]);
-    const title = "difference of the losses, nats. Box: interval of the mean; circles: pairs";
-    picture.begin({ from: -1.1 * reach, to: 1.1 * reach, ticks, title }, { from: 0, to: 4 });
+    const [gaps, last] = [state.step, steps.length - 1].map((step) =>
+      counts.map((n) => gapOf(n, step)).filter((one) => one.n > 1),
+    );
+    // one scale, now and at the end. Two seeds say so little that their interval may be cut
+    const wanted = [...gaps, ...last].flatMap(({ low, high, n, pairs }) =>
+      n > 2 ? [...pairs, low, high] : pairs,
+    );
+    const largest = Math.max(0, ...wanted.map(Math.abs)) || 1;
+    const unit = 10 ** Math.floor(Math.log10(largest));
+    const reach = unit * [1, 2, 5, 10].find((times) => times * unit >= largest);
+    const across = [-reach, -reach / 2, 0, reach / 2, reach].map((x) => [x, short(x, 2)]);
+    const title = "difference of losses, nats. Circles: pairs; boxes: 95 % intervals";
+    const up = { from: n + 0.7, to: 0.2, ticks: counts.map((n) => [n, n]), title: "seeds" };
+    picture.begin({ from: -1.05 * reach, to: 1.05 * reach, ticks: across, title }, up);
+    if (!gaps.length) picture.text(0, n / 2, "no two finite pairs", { anchor: "middle" });
     picture.rule({ x: 0 }, { "stroke-dasharray": "3 3" });
-    if (gap.n < 2) return;
-    picture.bar([gap.low, gap.high], [2.4, 3.4], { fill: "var(--sky)", stroke: "currentColor" });
-    const middle = [
-      [gap.mean, 2.2],
-      [gap.mean, 3.6],
-    ];
-    picture.line(middle, { "stroke-width": 3 });
+    for (const one of gaps) {
+      const [isHere, row] = [one.n === gap.n, [one.n - 0.3, one.n + 0.3]];
+      const look = { fill: "var(--sky)", stroke: "currentColor", opacity: isHere ? 1 : 0.35 };
+      const cut = [one.low, one.high].map((end) => Math.min(reach, Math.max(-reach, end)));
+      picture.bar(cut, row, look);
+      if (one.high > reach) picture.text(reach, one.n, "→", { dx: 3 });
+      if (one.low < -reach) picture.text(-reach, one.n, "←", { dx: -3, anchor: "end" });
+      const middle = row.map((at) => [one.mean, at]);
+      picture.line(middle, { "stroke-width": isHere ? 3 : 1.5 });
+    }
     const circle = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 2 };
-    gap.pairs.forEach((pair, i) => picture.dot(pair, 0.5 + 0.4 * (i % 4), circle));
+    gap.pairs.forEach((pair) => picture.dot(pair, 1, circle));
   }
 
   function show() {

@@ -141,7 +141,7 @@ export function mount(root, data) {
     },
     make("span", { class: "layer" }, "1"),
   );
-  const picture = chart("what is alive at each instant", { height: 230, right: 76 });
+  const picture = chart("what is alive at each instant", { height: 280, right: 76 });
   const hatched = pattern(picture.svg, "var(--orange)", "//");
   const sentence = paragraph();
   const facts = table(["of this placement", "value"]);
@@ -213,18 +213,23 @@ export function mount(root, data) {
       .map(({ segment }, i) => [i + 0.5, segment])
       .filter(([, segment], i) => segment && (n - 1 - i) % every === 0);
     const title = "end of forward, then backward from the last segment to the first";
+    const top = 2.5 * game.goal; // stands still, so that a better placement looks lower
     picture.begin(
       { from: 0, to: n, ticks, title },
       {
         from: 0,
-        to: 1.2 * Math.max(now.peak, 1.5 * game.goal), // so a better placement looks lower
-        ticks: [0, now.peak].map((inputs) => [inputs, short(inputs)]),
+        to: top,
+        ticks: [0, game.goal].map((inputs) => [inputs, short(inputs)]),
         title: "inputs",
       },
     );
     const span = (i) => [i + 0.04, i + 0.96];
-    const below = now.instants.map(({ inputs }, i) => [span(i), [0, inputs]]);
-    const above = now.instants.map(({ inputs, inside }, i) => [span(i), [inputs, inputs + inside]]);
+    const cut = (inputs) => Math.min(inputs, top);
+    const below = now.instants.map(({ inputs }, i) => [span(i), [0, cut(inputs)]]);
+    const above = now.instants.map(({ inputs, inside }, i) => [
+      span(i),
+      [inputs, inputs + inside].map(cut),
+    ]);
     const nKept = state.keep ? 2 : 0; // the end of forward, and backward through the last segment
     picture.bars(below, { fill: "var(--sky)", ...EDGE });
     picture.bars(above.slice(0, nKept), { fill: "var(--orange)", ...EDGE });
@@ -232,8 +237,9 @@ export function mount(root, data) {
     const look = { "stroke-width": 2, "stroke-dasharray": "6 4" };
     picture.rule({ y: game.goal }, { ...look, opacity: 0.5 });
     picture.text(n, game.goal, "reachable", { dx: 5 });
-    picture.rule({ y: now.peak }, { stroke: "var(--vermilion)", ...look });
-    picture.text(0, now.peak, `peak: ${short(now.peak)} inputs`, { dy: -6 });
+    picture.rule({ y: cut(now.peak) }, { stroke: "var(--vermilion)", ...look });
+    const words = `${now.peak > top ? "↑ " : ""}peak: ${short(now.peak)} inputs`;
+    picture.text(0, cut(now.peak), words, { dy: -6 });
   }
 
   function showInstants(now) {

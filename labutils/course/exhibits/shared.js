@@ -5,11 +5,11 @@
 export const MIB = 2 ** 20;
 export const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
 
-// A number with at most so many significant digits.
+// A number with at most so many significant digits, its minus as wide as a plus.
 export function short(x, digits = 4) {
   if (Number.isNaN(x)) return "NaN";
-  if (!Number.isFinite(x)) return x > 0 ? "inf" : "-inf";
-  return String(Number(x.toPrecision(digits)));
+  if (!Number.isFinite(x)) return x > 0 ? "inf" : "−inf";
+  return String(Number(x.toPrecision(digits))).replace("-", "−");
 }
 
 // never on two lines
@@ -220,10 +220,10 @@ export function chart(label, { height = 260, left = 44, right = 12, top = 28, bo
     draw(marks, "circle", { cx: x(across), cy: y(up), r: 5, ...plain, ...look });
   }
 
-  // A mark of a shape, [dx, dy] from corner to corner.
-  function mark(across, up, corners, look) {
-    const path = corners.map(([dx, dy]) => `${x(across) + dx},${y(up) + dy}`).join(" ");
-    draw(marks, "polygon", { points: path, ...plain, ...look });
+  // A mark of a shape, whose corners are counted from its place.
+  function mark(across, up, points, look) {
+    const transform = `translate(${x(across)} ${y(up)})`;
+    draw(marks, "polygon", { points, transform, ...plain, ...look });
   }
 
   let drawn = ""; // the axes that stand
@@ -266,12 +266,7 @@ export function chart(label, { height = 260, left = 44, right = 12, top = 28, bo
   return { svg, begin, text, rule, point, line, area, bar, bars, dot, mark, drag };
 }
 
-export const DIAMOND = [
-  [0, -9],
-  [9, 0],
-  [0, 9],
-  [-9, 0],
-];
+export const DIAMOND = "0,-9 9,0 0,9 -9,0";
 
 // Areas over each other: `book` has a moment's bytes of each area, and `fills` their looks.
 export function stack(picture, book, fills) {

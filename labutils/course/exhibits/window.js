@@ -147,7 +147,8 @@ export function mount(root, data) {
   // What changes with the sizes only.
   function showSizes() {
     const [ours, theirs] = [highest(split), highest(whole)];
-    const ceiling = Math.max(ours, theirs);
+    // by doublings, so that a dragged size is seen to grow
+    const ceiling = 25 * MIB * 2 ** Math.ceil(Math.log2(Math.max(ours, theirs) / MIB / 25));
     showPanel(panels[0], split, ceiling, `${splitName()}, MiB`);
     showPanel(panels[1], whole, ceiling, `${wholeName()}, MiB`);
     count.show(state.n, state.n === 1 ? "1 micro-batch" : `${state.n} micro-batches`);
