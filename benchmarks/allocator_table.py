@@ -1,30 +1,23 @@
-"""What torch's CUDA allocator does with the configs of a table: for comparing predictions.
-
-    python -m benchmarks.allocator_table NEW.csv                # those of reference/allocator.csv
-    python -m benchmarks.allocator_table NEW.csv --of OTHER.csv --every 20      # each twentieth row
+"""What torch's CUDA allocator does with configs: `python -m benchmarks.allocator_table NEW.csv`.
 
 Each row is three steps of `lab.train` from an empty allocator. It has the peaks of bytes allocated
 and reserved, and the smallest cap of the allocator under which the steps complete. Reserved bytes
 and caps are there for torch's default settings and for expandable segments. Only sizes count:
-weights and text do not matter. A config is a shipped one with overrides; to add one, write a row
-with these two columns. What has a row in NEW.csv is not run again.
+weights and text do not matter. A config is a shipped one with overrides.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
-import pandas as pd
 import torch
 
+from benchmarks.cuda_rows import make_rows
 from labutils import machine
 from labutils.config.choices import MODELS
 from labutils.config.reader import load_config
 from labutils.config.schema import Config
-from labutils.files import REFERENCE_DIR
 from labutils.memory.device_memory import expandable_segments, free_memory, memory_limit
 from labutils.memory.errors import is_out_of_memory
 from labutils.prediction.memory import STEPS
@@ -105,12 +98,13 @@ class Trials:
         return enough * 2 * MIB
 
 
-def figures_of(config: Config) -> dict[str, int] | str:
+def figures_of(config: str, overrides: str) -> dict[str, float] | str:
     """Return a config's figures in bytes, or why there are none."""
-    support = machine.support(config.precision, CUDA)
+    resolved = load_config(config, **json.loads(overrides)).on("cuda")
+    support = machine.support(resolved.precision, CUDA)
     if not support.ok:
         return support.reason
-    trials = Trials(config)
+    trials = Trials(resolved)
     plain, expandable = trials.run(), trials.run(expandable=True)
     if not plain or not expandable:
         return "out of memory"
@@ -126,32 +120,5 @@ def figures_of(config: Config) -> dict[str, int] | str:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the configs of one table, and write the rows of another."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("new", type=Path)
-    parser.add_argument("--of", type=Path, default=REFERENCE_DIR / "allocator.csv")
-    parser.add_argument("--label", default="torch's CUDA allocator", help="the first column")
-    parser.add_argument("--every", type=int, default=1, help="only each so many-th row")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA GPU is here")
-    rows = pd.read_csv(options.new).to_dict("records") if options.new.exists() else []
-    done = {(row["config"], row["overrides"]) for row in rows}
-    asked = pd.read_csv(options.of)[["config", "overrides"]].iloc[:: options.every]
-    for name, overrides in asked.itertuples(index=False):
-        if (name, overrides) in done:
-            continue
-        config = load_config(name, **json.loads(overrides)).on("cuda")
-        figures = figures_of(config)
-        print(name, overrides, figures, flush=True)
-        if isinstance(figures, str):  # why it did not run
-            continue
-        card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
-        named = {"label": options.label, "config": name, "overrides": overrides}
-        rows.append(named | card | figures)
-        pd.DataFrame(rows).to_csv(options.new, index=False, lineterminator="\n")
-
-
 if __name__ == "__main__":
-    main()
+    make_rows("allocator.csv", ["config", "overrides"], figures_of)

@@ -1,7 +1,4 @@
-"""What compiled steps take of a card, for comparing predictions with.
-
-    python -m benchmarks.compiled_table NEW.csv              # the rows of reference/compiled.csv
-    python -m benchmarks.compiled_table NEW.csv --of OTHER.csv
+"""What compiled steps take of a card: `python -m benchmarks.compiled_table NEW.csv`.
 
 Each row is a few steps of `lab.train`, or of a plain loop with a model that is none of the course's
 (`module`), from an empty allocator: peaks of bytes allocated and reserved. Rows of this card's
@@ -11,24 +8,19 @@ card said so; here it does not, so that rows can be repeated, without a card too
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import yaml
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from benchmarks import step_times
+from benchmarks.cuda_rows import make_rows, peaks
 from benchmarks.plain_gpt import PlainGPT
-from benchmarks.step_times import figures_of
 from labutils.config.reader import load_config
-from labutils.files import REFERENCE_DIR
 from labutils.machine import choose_device
-from labutils.memory.device_memory import free_memory
-from labutils.prediction.published import config_of_row
 from labutils.techniques import precision
 
 STEPS = 3
@@ -53,9 +45,14 @@ def module_of(row: dict[str, Any]) -> tuple[nn.Module, Any, Callable]:
     return model, batch, lambda model, batch: model(**batch).loss
 
 
-def figures_of_module(row: dict[str, Any], device: torch.device) -> dict[str, int]:
-    """Train the model that a row names, by a plain loop; return its peaks in bytes."""
-    torch.cuda.reset_peak_memory_stats()
+def figures_of(step: str) -> dict[str, float]:
+    """Train what a row names, a model that is none of the course's by a plain loop; return its
+    peaks in bytes.
+    """
+    row, device = yaml.safe_load(step), choose_device()
+    if "module" not in row:
+        step_times.figures_of(step)
+        return peaks()
     model, batch, loss_fn = module_of(row)
     model = model.to(device).train()
     optimizer, compiled = torch.optim.AdamW(model.parameters()), torch.compile(loss_fn)
@@ -68,42 +65,9 @@ def figures_of_module(row: dict[str, Any], device: torch.device) -> dict[str, in
             del loss
         optimizer.step()
         optimizer.zero_grad()
-    return {
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the rows of one table that are of this card, and write those of another."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("new", type=Path)
-    parser.add_argument("--of", type=Path, default=REFERENCE_DIR / "compiled.csv")
-    options = parser.parse_args(arguments)
-    device = choose_device()
-    if device.type != "cuda":
-        raise SystemExit("no CUDA GPU is here")
-    card, rows = torch.cuda.get_device_name(), []
-    if options.new.exists():
-        rows = pd.read_csv(options.new, comment="#").to_dict("records")
-    torch._inductor.config.shape_padding = False
-    asked = pd.read_csv(options.of, comment="#").query("card == @card").step
-    for text in asked.drop_duplicates():
-        torch._dynamo.reset()
-        torch._C._cuda_clearCublasWorkspaces()
-        free_memory()
-        if torch.cuda.memory_reserved():
-            raise RuntimeError(f"{torch.cuda.memory_reserved()} bytes are reserved before {text}")
-        row = yaml.safe_load(text)
-        if "module" in row:
-            figures = figures_of_module(row, device)
-        else:
-            figures = figures_of(config_of_row(text), device, None)
-        kept = {key: figures[key] for key in ("allocated_bytes", "reserved_bytes")}
-        rows.append({"card": card, "torch": torch.__version__, "step": text} | kept)
-        print(rows[-1], flush=True)
-        pd.DataFrame(rows).to_csv(options.new, index=False, lineterminator="\n")
+    return peaks()
 
 
 if __name__ == "__main__":
-    main()
+    torch._inductor.config.shape_padding = False
+    make_rows("compiled.csv", ["step"], figures_of, of_this_card=True)
