@@ -61,8 +61,5 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if {"browser", "node"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -2,10 +2,12 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -96,15 +98,26 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=os.environ | environment, **options)
 
 
-def fill_hub_cache(folder: Path) -> nn.Module:
-    """Make a model hub's cache, as it lies on disk under HF_HOME; "gpt2" in it has the nano size.
+def gradient_of(device: torch.device, precision: str, **options: object) -> torch.Tensor:
+    """Return the gradient of the small GPT-2, with the same weights, text and dropout each time."""
+    ids = lab.sequences(64)[:2].to(device)
+    model = lab.build_model(**options).to(device)
+    torch.manual_seed(1)
+    with lab.autocast(precision, device):
+        loss = lab.lm_loss_sum(model, {"input_ids": ids, "labels": ids})
+    loss.backward()
+    return lab.flat_gradient(model)
+
+
+def fill_hub_cache(folder: Path, name: str = "gpt2-nano") -> nn.Module:
+    """Make a model hub's cache, as it lies on disk under HF_HOME; "gpt2" in it has the size `name`.
 
     Return its model.
     """
     repository = folder / "hub" / "models--openai-community--gpt2"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
-    model = lab.build_model("gpt2-nano", seed=5)
+    model = lab.build_model(name, seed=5)
     model.save_pretrained(repository / "snapshots" / "abc")
     lab.load_corpus().tokenizer.save(str(repository / "snapshots" / "abc" / "tokenizer.json"))
     return model
@@ -125,14 +138,8 @@ def two_layers(seed: int = 0) -> nn.Module:
 
 def regression_batches(n: int, size: int = 6, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     """`n` batches of `x` (size, 4) and `y` (size, 1)."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {
-            "x": torch.randn(size, 4, generator=generator),
-            "y": torch.randn(size, 1, generator=generator),
-        }
-        for _ in range(n)
-    ]
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    return [{"x": draw(size, 4), "y": draw(size, 1)} for _ in range(n)]
 
 
 def squared_error_sum(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -158,3 +165,22 @@ def said_by_cell(capsys: pytest.CaptureFixture, path: str, cell: str, **names: o
         source = re.sub(rf"(?m)^{name} = None.*$", "", source)
     exec(source, names)
     return capsys.readouterr().out
+
+
+def interrupted(words: str, *arguments: str) -> tuple[str, str, int]:
+    """Run a command until it has said these words; return what Ctrl-C then makes it say, and end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "labutils", *arguments],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a background shell may have ignored it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    printed = ""
+    while words not in printed:
+        printed += (character := process.stdout.read(1))
+        assert character, process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    return *process.communicate(timeout=600), process.returncode

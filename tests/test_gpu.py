@@ -1,11 +1,11 @@
 """What only a CUDA device shows. Skipped, visibly, without one: no CUDA function is mocked here."""
 
 import os
-import subprocess
-import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -13,26 +13,20 @@ import labutils as lab
 from benchmarks.allocator_table import Trials
 from labutils.machine import card_of
 from labutils.memory.ledger import MemoryLedger
-from labutils.memory.tensors import tensor_bytes
 from labutils.prediction import calibrate, time
 from labutils.prediction.allocator import CachingAllocator, Settings
 from labutils.prediction.memory import replayed, smallest_limit
 from labutils.techniques import precision
-from labutils.techniques.adapters import add_lora
+from labutils.techniques.adapters import FourBitLinear, add_lora
 from labutils.training.record import RunRecord
 from labutils.training.train import StepLog
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import POLICIES, REPO, in_a_process, modules_with_rules, predicted_on
+from tests.helpers import POLICIES, gradient_of, in_a_process, modules_with_rules, predicted_on
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-SMALL = {
-    "model": "gpt2-nano",
-    "seq_len": 64,
-    "micro_batch_size": 4,
-    "tokens_per_step": 512,
-    "steps": 12,
-}
+SMALL = {"model": "gpt2-nano", "steps": 12}
+SMALL |= {"seq_len": 64, "micro_batch_size": 4, "tokens_per_step": 512}
 
 
 def need(precision_name: str) -> None:
@@ -45,12 +39,6 @@ def need(precision_name: str) -> None:
 def run(name: str, **changes: object) -> RunRecord:
     config = lab.load_config(name, **SMALL | changes)
     return lab.run_experiment(config, device=CUDA, progress=False)
-
-
-def nano() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return the small GPT-2 on the GPU, and four sequences for it on the CPU."""
-    ids = lab.sequences(64)[:4]
-    return lab.build_model().to(CUDA), {"input_ids": ids, "labels": ids}
 
 
 def measured_after_a_step(model, batch, loss_fn, optimizer, **options) -> MemoryLedger:
@@ -88,30 +76,9 @@ def test_tf32_rounds_products_and_is_put_back():
     assert 1e-4 < error < 1.0
 
 
-def test_measured_categories_are_exact_on_cuda():
-    model, batch = nano()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    report = measured_after_a_step(model, batch, lab.lm_loss_sum, optimizer)
-    weights = tensor_bytes(list(model.parameters()))
-    assert report.phases["optimizer"]["gradients"] == weights
-    assert report.phases["optimizer"]["optimizer state"] >= 2 * weights
-    assert list(report.phases) == ["forward", "loss", "backward", "optimizer"]
-    together = report.phases["backward"]
-    assert together["activations and temporaries"] > 0  # of which no part is known
-    assert together["activations"] == together["logits and loss"] == together["temporaries"] == 0
-    assert min(n for phase in report.phases.values() for n in phase.values()) >= 0
-
-
-LEDGER_COLUMNS = (
-    "model,precision,policy,batch,seq_len,predicted,measured,in_phase,measured_in,card,torch"
-)
+SHAPES = (1, 128), (4, 128), (4, 512), (16, 1024)
 LEDGER_CASES = [
-    *product(
-        ["gpt2"],
-        ["fp32", "bf16", "fp16"],
-        ["none", "block"],
-        [(1, 128), (4, 128), (4, 512), (16, 1024)],
-    ),
+    *product(["gpt2"], ["fp32", "bf16", "fp16"], ["none", "block"], SHAPES),
     *product(["gpt2"], ["fp32", "bf16"], POLICIES, [(4, 1024)]),
     *product(["gpt2-medium"], ["bf16"], ["none", "block"], [(1, 128), (4, 1024)]),
 ]
@@ -122,40 +89,35 @@ def test_predicted_peak_is_the_allocators(model, name, policy, shape):
     """Within 0.5 % of `max_memory_allocated`; `make gpu` keeps a row in a reference table."""
     need(name)
     batch, seq_len = shape
-    config = lab.load_config(
-        "fp32",
-        model=model,
-        precision=name,
-        gradient_checkpointing=policy,
-        seq_len=seq_len,
-        micro_batch_size=batch,
-        tokens_per_step=batch * seq_len,
-    )
+    how = {"model": model, "precision": name, "gradient_checkpointing": policy}
+    sizes = {"micro_batch_size": batch, "seq_len": seq_len, "tokens_per_step": batch * seq_len}
+    config = lab.load_config("fp32", **how, **sizes)
     predicted = lab.predict_memory(config, "this")
     if lab.needed_gib(predicted) > card_of("this").memory_gib:
         pytest.skip("this card is too small for it")
     built = build_experiment_model(config, CUDA)
     ids = torch.zeros(shape, dtype=torch.int64)
-    measured = measured_after_a_step(
-        built,
-        {"input_ids": ids, "labels": ids},
-        lab.lm_loss_sum,
-        build_optimizer(built, config),
-        precision=name,
-        max_grad_norm=config.max_grad_norm,
-    )
-    row = [model, name, policy, *shape, predicted.peak_bytes, measured.peak_bytes]
-    row += [predicted.peak_phase, measured.peak_phase]
-    row += [torch.cuda.get_device_name(), torch.__version__]
-    ledger = Path(os.environ.get("LABUTILS_LEDGER", os.devnull))
-    if not ledger.exists():
-        ledger.write_text(f"{LEDGER_COLUMNS}\n", encoding="utf-8")
-    with ledger.open("a", encoding="utf-8") as file:
-        print(*row, sep=",", file=file)
+    step = built, {"input_ids": ids, "labels": ids}, lab.lm_loss_sum, build_optimizer(built, config)
+    options = {"precision": name, "max_grad_norm": config.max_grad_norm}
+    measured = measured_after_a_step(*step, **options)
+    row = {"model": model, "precision": name, "policy": policy, "batch": batch, "seq_len": seq_len}
+    row |= {"predicted": predicted.peak_bytes, "measured": measured.peak_bytes}
+    row |= {"in_phase": predicted.peak_phase, "measured_in": measured.peak_phase}
+    row |= {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    table = Path(os.environ.get("LABUTILS_LEDGER", os.devnull))
+    pd.DataFrame([row]).to_csv(table, mode="a", header=not table.exists(), index=False)
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
     # the same phase, or a tie
     there = sum(predicted.phases[measured.peak_phase].values())
     assert there == pytest.approx(predicted.peak_bytes, rel=0.01)
+    for category in ("parameters", "gradients", "optimizer state"):
+        at_the_end = [ledger.phases["optimizer"][category] for ledger in (predicted, measured)]
+        assert at_the_end[0] == pytest.approx(at_the_end[1], rel=1e-3), category
+    together = measured.phases["backward"]
+    assert together["activations and temporaries"] > 0  # of which no part is known
+    assert together["activations"] == together["logits and loss"] == together["temporaries"] == 0
+    assert list(measured.phases) == ["forward", "loss", "backward", "optimizer"]
+    assert min(n for phase in measured.phases.values() for n in phase.values()) >= 0
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -171,29 +133,33 @@ def test_any_module_s_peak_is_the_allocators_for_each_adamw(kind, frozen):
     def adamw(parameters):
         return torch.optim.AdamW([p for p in parameters if p.requires_grad], **kind)
 
-    def loss_sum(model, x):
-        return model(x).sum()
-
-    x = torch.ones(8, 512)
-    predicted = lab.predict_module(net, x, loss_sum, adamw, device=CUDA)
+    step = net, torch.ones(8, 512), lambda model, x: model(x).sum()
+    predicted = lab.predict_module(*step, adamw, device=CUDA)
     optimizer = adamw(net.to(CUDA).parameters())
-    measured = measured_after_a_step(net, x, loss_sum, optimizer, count_targets=len)
+    measured = measured_after_a_step(*step, optimizer, count_targets=len)
     assert predicted.peak_phase == measured.peak_phase
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
+
+
+def test_a_layer_is_put_into_4_bits_where_its_weight_lies():
+    layer = FourBitLinear(torch.ones(32, 64, device=CUDA))
+    assert layer(torch.ones(2, 64, device=CUDA)).shape == (2, 32)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("module", modules_with_rules())
 def test_modules_for_which_cuda_has_other_kernels_take_the_allocators_bytes(module, name):
-    (net, loss_fn), x = modules_with_rules()[module], torch.ones(4, 512, 512)
-    if not lab.support(name, CUDA).ok:
-        pytest.skip(lab.support(name, CUDA).reason)
-    adamw = torch.optim.AdamW
-    predicted = lab.predict_module(net, x, loss_fn, adamw, precision=name, device="this")
+    need(name)
+    (net, loss_fn), x, adamw = (
+        modules_with_rules()[module],
+        torch.ones(4, 512, 512),
+        torch.optim.AdamW,
+    )
+    predicted = lab.predict_module(net, x, loss_fn, adamw, precision=name, device=CUDA)
     optimizer = adamw(net.to(CUDA).parameters())
     for _ in range(2):  # the first step makes the moments
         with lab.peak_allocated(CUDA) as peak:
-            with precision.autocast(name, CUDA):
+            with lab.autocast(name, CUDA):
                 loss = loss_fn(net, x.to(CUDA))
             loss.backward()
             optimizer.step()
@@ -207,9 +173,8 @@ def test_modules_for_which_cuda_has_other_kernels_take_the_allocators_bytes(modu
 )
 def test_the_allocators_rules_are_torchs(conf, cap_mib):
     """In a process of its own: some settings cannot be taken back."""
-    command = [sys.executable, "-m", "tests.prediction.allocator_story", str(cap_mib)]
-    environment = os.environ | {"PYTORCH_ALLOC_CONF": conf}
-    answer = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    story = f"from tests.prediction.allocator_story import main\nmain({cap_mib})"
+    answer = in_a_process(story, PYTORCH_ALLOC_CONF=conf)
     assert answer.returncode == 0, answer.stderr
     assert (cap_mib > 0) == ("0 refused" not in answer.stdout), answer.stdout
 
@@ -258,14 +223,14 @@ def test_no_host_synchronisation_per_step(monkeypatch):
     second is not over.
     """
     monkeypatch.setattr(StepLog, "due", lambda self: False)
-    model, batch = nano()
+    model, ids = lab.build_model().to(CUDA), lab.sequences(64)[:4]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def guarded():
         for i in range(6):
             if i == 2:
                 torch.cuda.set_sync_debug_mode("error")
-            yield {key: value.pin_memory() for key, value in batch.items()}
+            yield {key: ids.pin_memory() for key in ("input_ids", "labels")}
         torch.cuda.set_sync_debug_mode("default")
 
     # one step more than there are batches, so that the guard is lifted before the losses are read
@@ -292,14 +257,9 @@ def test_running_out_of_memory_says_nothing_on_stderr():
     """With labutils imported before torch, as in the notebooks; torch's C++ code would log two
     lines.
     """
-    body = """
-try:
-    torch.empty(2**50, device="cuda")
-except torch.OutOfMemoryError:
-    print("out of memory")
-"""
-    answer = in_a_process(body)
-    assert (answer.stdout, answer.stderr) == ("out of memory\n", "")
+    code = "with pytest.raises(torch.OutOfMemoryError): torch.empty(2**50, device='cuda')"
+    answer = in_a_process(f"import pytest\n{code}")
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -309,29 +269,19 @@ def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
     plain runs' spread.
     """
     need(name)
-    batch = lab.to_device(nano()[1], CUDA)
-
-    def gradient(policy: str, attention: str) -> torch.Tensor:
-        model = lab.build_model(
-            dropout=dropout, attention=attention, gradient_checkpointing=policy
-        ).to(CUDA)
-        torch.manual_seed(1)
-        with lab.autocast(name, CUDA):
-            loss = lab.lm_loss_sum(model, batch)
-        loss.backward()
-        return lab.flat_gradient(model)
-
+    eager = partial(gradient_of, CUDA, name, dropout=dropout, attention="eager")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        plain = gradient("none", "eager")
+        plain = eager()
         for policy in POLICIES:
-            assert torch.equal(gradient(policy, "eager"), plain), policy
+            assert torch.equal(eager(gradient_checkpointing=policy), plain), policy
     finally:
         torch.use_deterministic_algorithms(False)
-    plain, again = gradient("none", "auto"), gradient("none", "auto")
+    fused = partial(gradient_of, CUDA, name, dropout=dropout)
+    plain, again = fused(), fused()
     spread = 4 * (again - plain).norm() + 1e-6 * plain.norm()
     for policy in POLICIES:
-        assert (gradient(policy, "auto") - plain).norm() <= spread, policy
+        assert (fused(gradient_checkpointing=policy) - plain).norm() <= spread, policy
 
 
 @pytest.mark.gpu_card  # compiled kernels compute the losses
@@ -368,8 +318,7 @@ def test_this_gpu_is_measured_once_and_predicted_from(monkeypatch):
     assert set(speed.reached) == kinds
     shares = speed.rows_share, speed.flash_forward, speed.flash_backward, speed.unaligned_16bit
     assert min(*speed.reached.values(), speed.gb_per_s, *shares) > 0
-    monkeypatch.setattr(calibrate, "measured", lambda *_: pytest.fail("measured again"))
-    assert calibrate.rates_of(CUDA) == speed
+    assert calibrate.rates_of(CUDA) is speed
     monkeypatch.setattr(time, "call_seconds", lambda on: torch.rand(9, device=on).numel())
     before = torch.cuda.get_rng_state()
     assert lab.predict_time(lab.load_config("fp32", **SMALL), CUDA).step_ms > 1e5

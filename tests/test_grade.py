@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import nbformat
@@ -10,23 +11,17 @@ import pytest
 
 from labutils.course import labs
 from labutils.course.labs import CALL, core_notebooks, grade_folder, verdicts_of
+from tests.solutions.notebook_01 import amp_step
 
 SETUP = "import labutils as lab"
-RUNS = "my_runs = {}"
 CHECK_RUNS = "lab.exercises.block_runs(my_runs)"
 STEP = "my_step = None"
 CHECK_STEP = "lab.exercises.amp_step(my_step)"
-RIGHT_STEP = """import torch
+RIGHT_STEP = f"""import torch
+import torch.nn.functional as F
 
-def my_step(model, x, y, optimizer, scaler, max_grad_norm):
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = torch.nn.functional.mse_loss(model(x).float(), y)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()"""
+{inspect.getsource(amp_step)}
+my_step = amp_step"""
 
 
 def submission(*answers: str, runs: str = "my_runs = 24", step: str = RIGHT_STEP) -> list[str]:

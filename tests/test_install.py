@@ -41,11 +41,8 @@ def test_without_a_gpu_torch_is_its_cpu_build(gpu, no_index, options, asked, fai
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     noted = tmp_path / "noted"
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "NOTED": str(noted),
-        "NO_INDEX": str(no_index),
-    }
+    environment = os.environ | {"NOTED": str(noted), "NO_INDEX": str(no_index)}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
     command = ["make", f"PYTHON={tmp_path}/python", f"VENV={tmp_path}/venv", *options]
     command.append(f"{tmp_path}/venv/installed")
     answer = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)

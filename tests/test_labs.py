@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 
 import nbformat
@@ -11,8 +10,8 @@ import pytest
 
 from labutils.course import labs
 from labutils.course.cli import main
-from tests.helpers import REPO
-from tests.test_cli import started
+from tests.helpers import REPO, interrupted
+from tests.test_grade import write
 
 
 def test_a_student_copy_has_no_outputs_and_no_solutions(tmp_path, capsys):
@@ -88,17 +87,10 @@ def test_a_file_that_is_no_notebook_is_named_as_such(content, reason, tmp_path, 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals of this kind")
 def test_ctrl_c_keeps_what_was_executed_and_begins_no_other_notebook(runs, tmp_path):
-    sources = "print('as far as this')", "import time; time.sleep(99)"
-    cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "long.ipynb")
-    process = started("labs", str(tmp_path / "long.ipynb"), "02")
-    printed = ""
-    while " 1/2 " not in printed:  # of the progress bar
-        printed += (character := process.stdout.read(1))
-        assert character, process.stderr.read()
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 130 and err.endswith("interrupted in long.ipynb\n")
+    write(tmp_path / "long.ipynb", ["print('as far as this')", "import time; time.sleep(99)"])
+    # 1/2: of the progress bar
+    out, err, code = interrupted(" 1/2 ", "labs", str(tmp_path / "long.ipynb"), "02")
+    assert code == 130 and err.endswith("interrupted in long.ipynb\n")
     assert "02-" not in out and not list(runs.glob("02-*"))
     assert "as far as this" in (runs / "long.ipynb").read_text("utf-8")
 
@@ -122,8 +114,7 @@ def test_what_follows_a_cell_that_fails_is_executed_if_asked_for(
 def test_a_progress_bar_is_kept_as_it_ended(runs, tmp_path):
     path = tmp_path / "bar.ipynb"
     source = "import sys\nfor n in (0, 50, 100): print(f'\\r{n} %', end='', flush=True)\nprint()"
-    cells = [nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("{}['gone']")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    write(path, [source, "{}['gone']"])
     assert not labs.execute(path)
     bar, error = nbformat.read(runs / "bar.ipynb", as_version=4).cells
     assert [output.text for output in bar.outputs] == ["100 %\n"]

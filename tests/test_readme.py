@@ -42,20 +42,16 @@ def test_what_an_h100_measured_is_what_its_file_says():
         assert step.ms == pytest.approx(row.ms, abs=0.051)
         assert step["GB"] == pytest.approx(row.allocated_bytes / 1e9, abs=0.0051)
         assert step["tokens/s"] == pytest.approx(16_384_000 / row.ms, abs=0.51)
-    texts = {
-        path: path.read_text(encoding="utf-8") for path in (card_tables.README, card_tables.SHEET)
-    }
-    assert card_tables.readme_table(table) in texts[card_tables.README], "make readme"
+    readme, sheet = (path.read_text("utf-8") for path in (card_tables.README, card_tables.SHEET))
+    assert card_tables.readme_table(table) in readme, "make readme"
     head, *_ = card_tables.STEPS.read_text(encoding="utf-8").splitlines()
     card, _, torch, date = head.removeprefix("# ").split(", ")
-    assert f"{card}, {torch}, {date}" in texts[card_tables.SHEET]
+    assert f"{card}, {torch}, {date}" in sheet
     for row in card_tables.DATA["techniques"]:
         if row["after"] in table.index:
-            changes = [
-                card_tables.change(table.loc[row["before"]], table.loc[row["after"]], unit)
-                for unit in ("GB", "ms")
-            ]
-            assert f" | {' | '.join(changes)} | " in texts[card_tables.SHEET], "make readme"
+            before, after = table.loc[row["before"]], table.loc[row["after"]]
+            changes = " | ".join(card_tables.change(before, after, unit) for unit in ("GB", "ms"))
+            assert f" | {changes} | " in sheet, "make readme"
     assert lab.measured_on_h100("TF32").index == ["TF32"]
 
 

@@ -18,9 +18,12 @@ from labutils.workload.build import build_optimizer
 TABLES = [value for value in vars(choices).values() if isinstance(value, Rows)]
 
 
+def config(**changes):
+    return lab.load_config("fp32").model_copy(update=changes)
+
+
 def optimizer(**changes):
-    config = lab.load_config("fp32").model_copy(update=changes)
-    return build_optimizer(torch.nn.Linear(2, 2), config)
+    return build_optimizer(torch.nn.Linear(2, 2), config(**changes))
 
 
 # Everything that takes a name of a row, with a name that has none.
@@ -33,10 +36,8 @@ ASKED = {
     "weights": lambda: lab.build_model(weights="good"),
     "activation": lambda: lab.build_model(activation="relu"),
     "compile": lambda: compiling.mode_and_arguments("fast", "cpu", False),
-    "schedule": lambda: lab.rate_of(
-        lab.load_config("fp32").model_copy(update={"lr_schedule": "x"})
-    )(0),
-    "card": lambda: lab.predict_memory(lab.load_config("fp32"), "rtx9000"),
+    "schedule": lambda: lab.rate_of(config(lr_schedule="x"))(0),
+    "card": lambda: lab.predict_memory(config(), "rtx9000"),
 }
 
 
@@ -58,9 +59,8 @@ def test_a_row_without_code_is_not_trained_as_another(monkeypatch):
     with pytest.raises(ValueError, match="'lion' has a row in `choices`, and no code"):
         optimizer(optimizer="lion")
     monkeypatch.setitem(choices.SCHEDULES, "linear", choices.Choice("linear"))
-    config = lab.load_config("fp32").model_copy(update={"lr_schedule": "linear"})
     with pytest.raises(ValueError, match="'linear' has a row in `choices`, and no code"):
-        lab.rate_of(config)(9)
+        lab.rate_of(config(lr_schedule="linear"))(9)
 
 
 def test_each_checkpointing_policy_says_what_it_does():

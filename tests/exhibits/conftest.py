@@ -22,6 +22,17 @@ const marked = (key, x) => typeof x === "number" && !Number.isFinite(x) ? `$${x}
 const text = JSON.stringify(({call})(...{arguments}), marked);
 process.stdout.write(text.replace(/"\\$(.*?)"/g, "$1"));
 """
+UNFOLD = "for (const folded of document.querySelectorAll('details')) folded.open = true;"
+# myst-nb's unfolded code fades in for 0.3 s, in which it has less contrast
+STILL = "for (const all of document.querySelectorAll('*')) all.style.animation = 'none';"
+AXE = """
+const done = arguments[0];
+for (const button of document.querySelectorAll("button")) { // tensors to look at
+  if (button.textContent.startsWith("▶ story")) button.click();
+}
+const told = ({ id, nodes }) => [id, nodes.map((node) => node.failureSummary)];
+axe.run(document).then(({ violations }) => done(violations.map(told)));
+"""
 
 
 def stored(name: str) -> dict[str, Any]:
@@ -90,3 +101,17 @@ def visit(browser, tmp_path):
     assert [message for message in told if not re.search("invalid theme mode|PST", message)] == []
     log = [entry["message"] for entry in browser.get_log("performance")]
     assert not [message for message in log if re.search(r'"url":"http(?!://127\.0\.0\.1)', message)]
+
+
+@pytest.fixture(params=["light", "dark"])
+def violations(browser, request) -> Callable:
+    """Return a function that says what axe finds in an open page, all of it unfolded."""
+    axe = Path(needed(NODE_MODULES / "axe-core" / "axe.min.js", "npm ci --prefix tests/exhibits"))
+    emulated = {"features": [{"name": "prefers-color-scheme", "value": request.param}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
+
+    def found() -> list:
+        browser.execute_script(axe.read_text(encoding="utf-8") + STILL + UNFOLD)
+        return browser.execute_async_script(AXE)
+
+    return found

@@ -2,7 +2,6 @@
 
 import re
 from functools import cache
-from pathlib import Path
 from pydoc import plaintext, render_doc
 
 import numpy as np
@@ -12,7 +11,7 @@ from selenium.webdriver.common.keys import Keys
 
 import labutils as lab
 from labutils.course.exhibits.play import NAMES, write_page
-from tests.exhibits.conftest import NODE_MODULES, needed
+from tests.exhibits.conftest import UNFOLD
 
 PAGE = '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>An exhibit</title>'
 EACH = pytest.mark.parametrize("name", NAMES)
@@ -31,15 +30,6 @@ const [root, slider] = arguments;
 root.querySelector("[role=status]").textContent = "";
 slider.value = slider.min;
 slider.dispatchEvent(new Event("input", { bubbles: true }));
-"""
-UNFOLD = "for (const folded of document.querySelectorAll('details')) folded.open = true;"
-AXE = """
-const done = arguments[0];
-for (const button of document.querySelectorAll("button")) { // tensors to look at
-  if (button.textContent.startsWith("▶ story")) button.click();
-}
-const told = ({ id, nodes }) => [id, nodes.map((node) => node.failureSummary)];
-axe.run(document).then(({ violations }) => done(violations.map(told)));
 """
 
 
@@ -133,17 +123,12 @@ def test_help_says_arguments_and_choices():
     assert "step(precision='fp16')" in text and "precision: fp32, fp16, bf16" in text
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_violation(visit, browser, tmp_path, scheme):
-    axe = Path(needed(NODE_MODULES / "axe-core" / "axe.min.js", "npm ci --prefix tests/exhibits"))
-    emulated = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
+def test_axe_finds_no_violation(violations, visit, browser, tmp_path):
     text = write_page(tmp_path).read_text(encoding="utf-8")
     again = re.sub(r' id="\w+"', "", text[text.index("<h2 ") :])
     visit(text.replace("</main>", again))  # each of them twice
     live = browser.find_elements("css selector", LIVE)
     assert [root.get_attribute("data-exhibit") for root in live] == 2 * NAMES
-    browser.execute_script(axe.read_text(encoding="utf-8") + UNFOLD)
-    assert browser.execute_async_script(AXE) == []
+    assert violations() == []
     doubles = "const ids = [...document.querySelectorAll('[id]')].map((element) => element.id);"
     assert browser.execute_script(f"{doubles} return ids.length === new Set(ids).size")

@@ -3,13 +3,7 @@ import torch
 from torch import nn
 
 import labutils as lab
-from labutils.memory.ledger import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    TEMPORARIES,
-)
+from labutils.memory.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES
 from labutils.techniques.precision import grad_scaler
 from tests.helpers import CPU, without_onednn
 

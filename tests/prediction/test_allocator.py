@@ -5,14 +5,7 @@ import math
 
 import pytest
 
-from labutils.prediction.allocator import (
-    DEFAULT,
-    EXPANDABLE,
-    MIB,
-    CachingAllocator,
-    OutOfMemory,
-    Settings,
-)
+from labutils.prediction.allocator import MIB, CachingAllocator, OutOfMemory, Settings
 from tests.prediction.allocator_story import story
 
 
@@ -69,14 +62,16 @@ def test_blocks_beyond_max_split_size_stay_whole():
 
 
 def test_settings_are_read_as_torch_writes_them():
-    assert Settings.parse("") == DEFAULT
-    assert Settings.parse("expandable_segments:True") == EXPANDABLE
+    assert Settings.parse("") == Settings()
+    assert Settings.parse("expandable_segments:True") == Settings(True)
     text = "garbage_collection_threshold:0.6,max_split_size_mb:128"
     assert Settings.parse(text) == Settings(False, 128 * MIB)
 
 
 @pytest.mark.parametrize("limit", [math.inf, 300 * MIB])
-@pytest.mark.parametrize("how", [DEFAULT, EXPANDABLE, Settings(max_split_size_bytes=20 * MIB)])
+@pytest.mark.parametrize(
+    "how", [Settings(), Settings(True), Settings(max_split_size_bytes=20 * MIB)]
+)
 def test_whatever_is_asked_for_the_books_balance(how, limit):
     """Blocks never overlap; when all is free, all goes back."""
     for seed in range(20):

@@ -22,6 +22,8 @@ def embedding(n: int) -> tuple:
     return aten.embedding_dense_backward.default, (meta(1, n, 768), ids, 50257, -1, False)
 
 
+EFFICIENT = aten._scaled_dot_product_efficient_attention_backward.default
+FLASH = aten._scaled_dot_product_flash_attention_backward.default
 Q, Q16 = meta(4, 12, 1024, 64), meta(16, 12, 1024, 64, dtype=torch.bfloat16)
 WEIGHTS = meta(8, 4, 768, 768, dtype=torch.bfloat16)
 ASKED = [
@@ -32,22 +34,11 @@ ASKED = [
     ((aten.sum.dim_IntList, (meta(4096, 768), [1], True)), []),
     (embedding(2048), [0]),
     (embedding(4096), [13839360]),
-    (
-        (aten._scaled_dot_product_efficient_attention_backward.default, (Q, Q, Q)),
-        [12582912, 12595200],
-    ),
-    (  # of 12 heads four share keys and values, whose gradients come for each
-        (aten._scaled_dot_product_efficient_attention_backward.default, (Q, Q, Q[:, :3])),
-        [12582912, 12595200 + 2 * 12582912],
-    ),
-    (
-        (aten._scaled_dot_product_flash_attention_backward.default, (Q16, Q16, Q16)),
-        [786432 + 50331648],
-    ),
-    (
-        (aten._scaled_dot_product_flash_attention_backward.default, (Q16, Q16, Q16[:, :3])),
-        [786432 + 50331648 + 2 * 25165824],
-    ),
+    ((EFFICIENT, (Q, Q, Q)), [12582912, 12595200]),
+    # of 12 heads four share keys and values, whose gradients come for each
+    ((EFFICIENT, (Q, Q, Q[:, :3])), [12582912, 12595200 + 2 * 12582912]),
+    ((FLASH, (Q16, Q16, Q16)), [786432 + 50331648]),
+    ((FLASH, (Q16, Q16, Q16[:, :3])), [786432 + 50331648 + 2 * 25165824]),
     ((aten._softmax_backward_data.default, (WEIGHTS, WEIGHTS, -1, torch.bfloat16)), [37748736]),
 ]
 

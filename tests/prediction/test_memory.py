@@ -5,9 +5,9 @@ recorded in reference/allocator.csv.
 import copy
 import json
 import operator
-import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pandas as pd
 import pytest
@@ -18,7 +18,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import labutils as lab
 from labutils.config.card import CARDS, PrecisionUnsupported
-from labutils.course.cli import main
 from labutils.files import REFERENCE_DIR
 from labutils.memory.ledger import (
     ACTIVATIONS,
@@ -47,19 +46,13 @@ from labutils.techniques import precision
 from labutils.techniques.adapters import add_lora
 from labutils.techniques.loss import count_targets, lm_loss_sum
 from labutils.workload.build import build_experiment_model, build_optimizer
-from tests.helpers import (
-    CPU,
-    POLICIES,
-    modules_with_rules,
-    predicted_on,
-    slow,
-    without_onednn,
-)
+from tests.helpers import CPU, POLICIES, modules_with_rules, predicted_on, slow, without_onednn
 
 TINY = {"seq_len": 32, "micro_batch_size": 2, "tokens_per_step": 64, "dropout": 0.0}
 CHECKPOINTED = {"seq_len": 96, "micro_batch_size": 3, "tokens_per_step": 288, "optimizer": "sgd"}
 LEAN = {"optimizer": "adamw_8bit", "activation": "gelu_tanh", "max_grad_norm": 0.0}
 NANO = {"model": "gpt2-nano", "seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 1024}
+SHAPE = {"seq_len": 512, "micro_batch_size": 2, "tokens_per_step": 1024}
 SAME_BYTES = partial(pytest.approx, rel=0.005)
 OLD = torch.__version__ < "2.12"
 
@@ -112,14 +105,11 @@ def cases() -> list:
         | {"precision": "pure_bf16", "optimizer_in_backward": True, "loss_chunk_tokens": 64}
         | {"gradient_checkpointing": "block"},
     ]
-    for name in ("fp32", "fp16", "bf16", "pure_bf16"):
-        for implementation in ("fused", "foreach"):
-            for tokens in (64, 192):
-                change = {"optimizer_impl": implementation, "tokens_per_step": tokens}
-                changes.append({"precision": name} | change)
-    for policy in POLICIES:
-        for dropout in (0.0, 0.1):
-            changes.append(CHECKPOINTED | {"gradient_checkpointing": policy, "dropout": dropout})
+    precisions, implementations = ("fp32", "fp16", "bf16", "pure_bf16"), ("fused", "foreach")
+    for name, how, tokens in product(precisions, implementations, (64, 192)):
+        changes.append({"precision": name, "optimizer_impl": how, "tokens_per_step": tokens})
+    for policy, dropout in product(POLICIES, (0.0, 0.1)):
+        changes.append(CHECKPOINTED | {"gradient_checkpointing": policy, "dropout": dropout})
     return changes
 
 
@@ -343,10 +333,9 @@ def test_temporaries_of_adamw_are_those_of_the_implementation(device, chosen, n_
 
 
 def test_each_policy_keeps_less_on_the_card():
-    shape = {"seq_len": 512, "micro_batch_size": 2, "tokens_per_step": 1024}
     kept = []
     for policy in ("none", "selective", "block", "offload"):
-        config = lab.load_config("bf16", **shape, gradient_checkpointing=policy)
+        config = lab.load_config("bf16", **SHAPE, gradient_checkpointing=policy)
         kept.append(predict_memory(config).phases["loss"])
     activations = [phase[ACTIVATIONS] for phase in kept]
     assert activations == sorted(activations, reverse=True)
@@ -359,8 +348,8 @@ def test_each_policy_keeps_less_on_the_card():
 
 def test_emulated_bf16_has_no_fused_attention_and_what_a_device_lacks_is_refused():
     """Emulated is what is predicted for a card that is elsewhere: it keeps the (T, T) matrices."""
-    shape = {"seq_len": 512, "micro_batch_size": 2, "tokens_per_step": 1024, "dropout": 0.0}
-    emulated, fused = (predict_memory(lab.load_config(p, **shape), "t4") for p in ("bf16", "fp16"))
+    configs = (lab.load_config(name, **SHAPE, dropout=0.0) for name in ("bf16", "fp16"))
+    emulated, fused = (predict_memory(config, "t4") for config in configs)
     matrices = 12 * 2 * 12 * 512 * 512 * 2
     assert emulated.peak_bytes > fused.peak_bytes + matrices
     with pytest.raises(PrecisionUnsupported, match="Ampere"):
@@ -370,26 +359,8 @@ def test_emulated_bf16_has_no_fused_attention_and_what_a_device_lacks_is_refused
 # ---- Torch's CUDA allocator, as recorded
 
 CARD_OF = {"NVIDIA H200": "h200", "Tesla T4": "t4", "NVIDIA GeForce RTX 4060": "rtx4060"}
-NEAR = {
-    "allocated": 0.001,
-    "reserved": 0.01,
-    "reserved_expandable": 0.01,
-    "smallest_cap": 0.02,
-    "smallest_cap_expandable": 0.04,
-}
-
-
-def figures_of(row: dict[str, str]) -> dict[str, int]:
-    """Return the figures of a row of the table, predicted."""
-    config = lab.load_config(row["config"], **json.loads(row["overrides"]))
-    requests = predicted_on(CARD_OF[row["card"]], config).requests
-    figures = {}
-    for settings, suffix in ((DEFAULT, ""), (EXPANDABLE, "_expandable")):
-        unlimited = replayed(requests, CachingAllocator(settings=settings))
-        figures[f"allocated{suffix}"] = unlimited.peak_allocated
-        figures[f"reserved{suffix}"] = unlimited.peak_reserved
-        figures[f"smallest_cap{suffix}"] = smallest_limit(requests, unlimited)
-    return figures
+NEAR = {"allocated": 0.001, "reserved": 0.01, "reserved_expandable": 0.01}
+NEAR |= {"smallest_cap": 0.02, "smallest_cap_expandable": 0.04}
 
 
 @pytest.mark.parametrize("every", [13, pytest.param(1, marks=slow)])
@@ -399,7 +370,13 @@ def test_predictions_agree_with_the_recorded_table(every):
     """
     table = pd.read_csv(REFERENCE_DIR / "allocator.csv")
     for row in table[::every].to_dict("records"):
-        figures = figures_of(row)
+        config = lab.load_config(row["config"], **json.loads(row["overrides"]))
+        requests, figures = predicted_on(CARD_OF[row["card"]], config).requests, {}
+        for settings, suffix in ((DEFAULT, ""), (EXPANDABLE, "_expandable")):
+            unlimited = replayed(requests, CachingAllocator(settings=settings))
+            figures[f"allocated{suffix}"] = unlimited.peak_allocated
+            figures[f"reserved{suffix}"] = unlimited.peak_reserved
+            figures[f"smallest_cap{suffix}"] = smallest_limit(requests, unlimited)
         for name, most in NEAR.items():
             assert figures[name] == pytest.approx(row[f"{name}_bytes"], rel=most), (name, row)
             if name.startswith("smallest_cap"):
@@ -439,33 +416,3 @@ def test_on_the_gpu_here_the_environment_and_the_system_count(monkeypatch, probl
     monkeypatch.setattr(memory, "without_expandable_segments", lambda: problem)
     assert allocator_settings(growing, card) == Settings(not problem, 64 * MIB)
     assert allocator_settings(growing, CARDS["a100"]) == EXPANDABLE
-
-
-def test_predict_command(capsys):
-    nano = ["predict", "fp32", "--set=model=gpt2-nano", "--set=activation=gelu_tanh"]
-    assert main([*nano, "--gpu-memory-gib", "8", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["peak_bytes"] == sum(answer["categories"].values())
-    assert answer["peak_bytes"] <= answer["reserved_bytes"] < answer["needed_bytes"]
-    assert answer["fits"] and answer["needed_gib"] * 2**30 == answer["needed_bytes"]
-    assert main([*nano, "--gpu-memory-gib", "0.6"]) == 0
-    printed = capsys.readouterr().out
-    assert "does NOT fit 0.6 GiB" in printed and "predicted) if you change" in printed
-    verdict, time, plan = (
-        printed.index(w) for w in ("does NOT fit", "of one optimizer", "It fits in")
-    )
-    assert verdict < time < plan
-    assert "micro_batch_size=2: more micro-batches" in printed and "that is: --set " in printed
-    for limit, words in (0.1, "memory_limit_gib, 0.6 GiB"), (20, "\nfits t4, 14.6 GiB\n"):
-        assert main([*nano, f"--set=memory_limit_gib={limit}", "--device", "t4"]) == 0
-        assert words in capsys.readouterr().out  # the limit leaves the context out
-    assert main([*nano, "--set=seq_len=256", "--gpu-memory-gib=0.61"]) == 0  # 0.6116 are needed
-    printed = capsys.readouterr().out
-    assert "does NOT fit 0.61 GiB\n" in printed and "; a card needs 0.62 GiB, or " in printed
-    assert printed.count("0.62 GiB") == 1  # one number for what a card needs
-    assert main([*nano, "--set=expandable_segments=true"]) == 0
-    assert re.search("; a card needs [.0-9]+ GiB \\(0.5 for CUDA", capsys.readouterr().out)
-    assert main([*nano, "--device=cpu", "--gpu-memory-gib=1"]) == 0
-    printed = capsys.readouterr().out
-    peak, needed = (re.search(w + " ([.0-9]+) MiB", printed)[1] for w in ("peak", "it needs"))
-    assert float(needed) == pytest.approx(1.1 * float(peak), abs=0.1)

@@ -34,11 +34,6 @@ class Own(torch.autograd.Function):
         return None, *[one.grad for one in again]
 
 
-def applied(*changes):
-    """Return the checkpoint of `Own` with lines replaced."""
-    return broken(Own, *changes).apply
-
-
 FORK = "torch.random.fork_rng(gpus), torch.enable_grad()"
 NO_AUTOCAST = (", ctx.autocast:", ":")
 # torch's own decorators note the autocast of forward, and switch it on in backward
@@ -51,7 +46,8 @@ BY_DECORATORS = [
 FORWARD = "return fn(*inputs)"
 DETACH = "one.detach().requires_grad_(one.requires_grad)"
 RETURN = "return None, *[one.grad for one in again]"
-KEPT_TWICE = ("save_for_backward(*inputs)", "save_for_backward(*inputs, inputs[0].exp())")
+SAVE = "ctx.save_for_backward(*inputs)"
+KEPT_TWICE = (SAVE, SAVE[:-1] + ", inputs[0].exp())")
 ALL_BUT_LAST = ("ctx.saved_tensors]", "ctx.saved_tensors[:4]]")
 
 
@@ -91,43 +87,37 @@ SOLUTIONS = {
     "own_checkpoint": Solution(
         right=[
             Own.apply,
-            applied(
-                ("ctx.save_for_backward(*inputs)", "ctx.inputs = inputs"),
-                ("saved_tensors", "inputs"),
-            ),
-            applied(*BY_DECORATORS),
+            broken(Own.apply, (SAVE, "ctx.inputs = inputs"), ("saved_tensors", "inputs")),
+            broken(Own.apply, *BY_DECORATORS),
         ],
         wrong={
-            "drew other masks": applied(("            torch.set_rng_state(ctx.state)\n", "")),
-            "drawn after backward": applied((FORK, "torch.enable_grad()")),
-            "Are the inputs detached": applied((DETACH, "one")),
-            "first_input gets no gradient": applied((DETACH, "one.detach()")),
-            "a mask of booleans": applied((DETACH, "one.detach().requires_grad_()")),
-            "Is autograd switched on": applied((FORK, "torch.random.fork_rng(gpus)")),
-            "one gradient for each argument": applied(
-                (RETURN, "return tuple(one.grad for one in again)")
-            ),
-            "it returns a single None": applied((RETURN, RETURN[7:])),
-            "second_input gets": applied((RETURN, "return None, again[0].grad, *3 * [None]")),
-            "gradient of first_input is wrong": applied(("(gradient)\n", "(2 * gradient)\n")),
-            "not that of fn": applied((FORWARD, FORWARD + " + 1")),
-            "256 bytes more than the inputs": applied(KEPT_TWICE, ALL_BUT_LAST),
-            "bytes more than the inputs are": applied(
-                (FORWARD, "ctx.output = fn(*inputs); return ctx.output")
-            ),
-            "bytes more than the inputs are kept": applied(
-                (FORWARD, "ctx.spare = [inputs[0].exp()]; return fn(*inputs)")
-            ),
-            "computed in another precision": applied(NO_AUTOCAST),
-            "to BF16, to FP16, and without": applied(
-                ("ctx.autocast:", 'torch.autocast("cpu", torch.bfloat16):')
-            ),
-            "One of them needs none": applied(
-                (DETACH, DETACH.replace("one.requires_grad", "one.is_floating_point()"))
-            ),
+            "write its name alone": "my_function",
+            "without quotes and without ()": 5,
+            "it is its `.apply`": torch.autograd.Function,
+            "`return` missing?": lambda *_: None,
+            "it raised AttributeError: 'NoneType'": lambda *_: None.sum(),
             "fn ran once": lambda fn, *inputs: fn(*inputs),
             "of your own": partial(checkpoint, use_reentrant=True),
             "autograd.Function of your own": partial(checkpoint, use_reentrant=False),
+        },
+        broken={
+            "drew other masks": [("            torch.set_rng_state(ctx.state)\n", "")],
+            "drawn after backward": [(FORK, "torch.enable_grad()")],
+            "Are the inputs detached": [(DETACH, "one")],
+            "first_input gets no gradient": [(DETACH, "one.detach()")],
+            "a mask of booleans": [(DETACH, "one.detach().requires_grad_()")],
+            "Is autograd switched on": [(FORK, "torch.random.fork_rng(gpus)")],
+            "one gradient for each argument": [(RETURN, "return tuple(one.grad for one in again)")],
+            "it returns a single None": [(RETURN, RETURN[7:])],
+            "second_input gets": [(RETURN, "return None, again[0].grad, *3 * [None]")],
+            "gradient of first_input is wrong": [("(gradient)\n", "(2 * gradient)\n")],
+            "not that of fn": [(FORWARD, FORWARD + " + 1")],
+            "256 bytes more than the inputs": [KEPT_TWICE, ALL_BUT_LAST],
+            "bytes more than the inputs are": [(FORWARD, "ctx.y = fn(*inputs); return ctx.y")],
+            "bytes more than the inputs are kept": [(SAVE, SAVE + "; ctx.z = [inputs[0].exp()]")],
+            "computed in another precision": [NO_AUTOCAST],
+            "to BF16, to FP16, and without": [("ctx.autocast:", "torch.autocast('cpu'):")],
+            "One of them needs none": [("(one.requires_grad)", "(one.is_floating_point())")],
         },
     ),
     "mended_forward": Solution(

@@ -5,25 +5,12 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-import labutils as lab
-from tests.solutions.answers import VALUES, Solution, broken
+from tests.solutions.answers import VALUES, Solution, broken, given
 
 NOTEBOOK = "04-Memory_Profiling.ipynb"
 SECRETS = r"\b4198|\b17 sequences"  # what neither hints nor the notebook may say
 
-PLANNED = lab.predict_memory(
-    lab.load_config(
-        "fp32",
-        model="gpt2-large",
-        seq_len=1024,
-        micro_batch_size=8,
-        tokens_per_step=8192,
-        dropout=0.0,
-        activation="gelu_tanh",
-        gradient_checkpointing="block",
-    ),
-    "t4",
-)
+_, PLANNED = given(NOTEBOOK, "planned")(8, gradient_checkpointing="block")
 # weights and moments, the inputs of 36 blocks, three numbers per logit
 PLANNED_BYTES = 12 * 774_030_080, 4 * 8192 * 1280 * 36, 4 * 8192 * 3 * 50_257
 

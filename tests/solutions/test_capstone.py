@@ -28,7 +28,7 @@ NEAREST = PURE | {"optimizer": "adamw"}
 @pytest.fixture(scope="module")
 def capstone() -> dict[str, Any]:
     """The names that the notebook's cells define."""
-    return names_of("capstone", *CELLS.split(), lab=lab, torch=torch)
+    return names_of("capstone", CELLS, lab=lab, torch=torch)
 
 
 def verdict(capstone, capsys, changes) -> str:

@@ -1,5 +1,6 @@
 import shutil
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,11 +17,17 @@ def batch():
     return dict.fromkeys(("input_ids", "labels"), torch.arange(48).view(2, 24))
 
 
+def failing(text):
+    """Return a `torch.compile` whose code raises at its first call."""
+    error = torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError(text), None)
+    return lambda loss_fn, **_: Mock(side_effect=error)
+
+
 def loss_and_gradient(loss_fn):
     model = lab.build_model(n_layer=1, dropout=0.0, activation="gelu_tanh", pad_vocab=True)
     loss = loss_fn(model, batch())
     loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    return loss.item(), lab.flat_gradient(model)
 
 
 @slow
@@ -49,10 +56,8 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (
-            "Failed to find C compiler. Use CC\nmore",
-            "Failed to find C compiler. Use CC",
-        ),  # Triton's
+        # Triton's
+        ("Failed to find C compiler. Use CC\nmore", "Failed to find C compiler. Use CC"),
         (
             "C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\n"
             "/tmp/x.cpp:3:10: fatal error: omp.h: No such file\nx.cpp:9: error: more",
@@ -61,12 +66,7 @@ def test_without_a_compiler_it_runs_eagerly_and_says_so(monkeypatch, tmp_path):
     ],
 )
 def test_the_reason_is_what_the_backend_raised_not_that_it_did(monkeypatch, text, reason):
-    error = torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError(text), None)
-
-    def failing(model, batch):
-        raise error
-
-    monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: failing)
+    monkeypatch.setattr(compiling.torch, "compile", failing(text))
     compiled = CompiledLoss(lambda model, batch: torch.ones(()), "default", CPU)
     assert compiled(None, None) == 1
     assert compiled.report == f"eagerly, since compiling failed: RuntimeError: {reason}"
@@ -89,10 +89,7 @@ def test_a_run_records_how_it_was_compiled(mode, runs, monkeypatch):
 
 
 def test_a_run_that_could_not_be_compiled_says_so_beside_its_bytes(runs, monkeypatch):
-    def failing(model, batch):
-        raise torch._dynamo.exc.BackendCompilerFailed("inductor", RuntimeError("no"), None)
-
-    monkeypatch.setattr(compiling.torch, "compile", lambda loss_fn, **_: failing)
+    monkeypatch.setattr(compiling.torch, "compile", failing("no"))
     record = lab.run_experiment(lab.load_config("fp32", **TINY, compile="default"), progress=False)
     assert record.environment["torch.compile"].startswith("eagerly")
     assert record.memory.method.endswith("not compiled")
@@ -100,7 +97,6 @@ def test_a_run_that_could_not_be_compiled_says_so_beside_its_bytes(runs, monkeyp
 
 def test_cuda_graphs_are_left_out_where_gradients_accumulate():
     for accumulates, mode in ((False, "reduce-overhead"), (True, "default")):
-        compiled = CompiledLoss(
-            lab.lm_loss_sum, "reduce-overhead", torch.device("cuda"), accumulates
-        )
+        where = torch.device("cuda")
+        compiled = CompiledLoss(lab.lm_loss_sum, "reduce-overhead", where, accumulates)
         assert compiled.report == mode

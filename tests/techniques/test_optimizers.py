@@ -18,12 +18,7 @@ from labutils.techniques.optimizers import (
     round_stochastically,
 )
 from labutils.training.train import train
-from tests.helpers import (
-    count_rows,
-    regression_batches,
-    squared_error_sum,
-    two_layers,
-)
+from tests.helpers import count_rows, regression_batches, squared_error_sum, two_layers
 
 OPTIONS = {"count_targets": count_rows, "progress": False}
 

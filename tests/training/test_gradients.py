@@ -24,10 +24,8 @@ def test_a_window_pads_to_its_lengths_and_masks_the_rest():
     blocks = torch.arange(40).view(4, 10)
     first, second = lab.padded_window(blocks, [10, 3, 1, 7], micro_batch_size=2)
     assert (lab.count_targets(first), lab.count_targets(second)) == (9 + 2, 0 + 6)
-    assert first["input_ids"].shape == (2, 10) and first["attention_mask"].sum(1).tolist() == [
-        10,
-        3,
-    ]
+    assert first["input_ids"].shape == (2, 10)
+    assert first["attention_mask"].sum(1).tolist() == [10, 3]
     assert second["labels"][1].tolist() == [*range(30, 37), -100, -100, -100]
     with pytest.raises(ValueError, match="lengths"):
         lab.padded_window(blocks, [11], micro_batch_size=1)

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import weakref
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -24,7 +23,7 @@ from labutils.training.train import Series
 from labutils.workload import build as workload_build
 from labutils.workload import data
 from labutils.workload.build import build_data, build_experiment_model
-from tests.helpers import CPU, REPO, slow
+from tests.helpers import CPU, REPO, slow, without_onednn
 
 TINY = {"name": "tiny", "steps": 3, "lr_warmup_steps": 1}
 TINY |= {"seq_len": 16, "micro_batch_size": 2, "tokens_per_step": 64}
@@ -46,26 +45,17 @@ def own_folder(runs):
 # ---- What is run
 
 
-def test_values_of_the_config_reach_training_and_measurement(monkeypatch):
-    seen = {}
-
-    def spied(called, real, *args, **options):
-        seen[called] = args, options
-        return real(*args, **options)
-
-    for name in ("train", "measure_step"):
-        monkeypatch.setattr(module, name, partial(spied, name, getattr(module, name)))
-    values = {"init_scale": 512.0, "growth_interval": 7, "max_grad_norm": 0.5, "eval_every": 2}
-    values |= {"loss_chunk_tokens": 10, "gradient_checkpointing": "block", "dropout": 0.25}
-    run("fp16", **values)
-    (model, _, loss_fn, optimizer), options = seen["train"]
-    assert loss_fn.keywords == {"chunk_tokens": 10} and model.config.resid_pdrop == 0.25
-    assert model.transformer.h.policy.name == "block" and optimizer.defaults["fused"]
-    assert options["eval_every"] == 2 and options["scaler"].get_growth_interval() == 7
-    (_, micro_batches, _, _), measured = seen["measure_step"]
-    assert len(micro_batches) == 2 and measured["scaler"].get_scale() == 512.0
-    for how in (options, measured):
-        assert (how["precision"], how["max_grad_norm"]) == ("fp16", 0.5)
+def test_values_of_the_config_reach_training_and_measurement():
+    """The measured step has the bytes that are predicted for these values, and for no others."""
+    values = {"init_scale": 512.0, "growth_interval": 2, "eval_every": 2, "dropout": 0.25}
+    values |= {"loss_chunk_tokens": 10, "gradient_checkpointing": "block"}
+    values |= {"seq_len": 128, "tokens_per_step": 512}
+    with without_onednn():
+        record = run("fp16", **values)
+    assert record.series.loss_scale == [512.0, 512.0, 1024.0]
+    assert [step for step, _ in record.series.held_out] == [2, 3]
+    predicted = lab.predict_memory(tiny("fp16", **values), "cpu")
+    assert record.memory.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.005)
 
 
 def test_held_out_text_does_not_depend_on_the_batch():

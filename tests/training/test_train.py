@@ -12,13 +12,7 @@ import labutils as lab
 from labutils.techniques.precision import grad_scaler
 from labutils.training import train as module
 from labutils.training.train import Series
-from tests.helpers import (
-    CPU,
-    count_rows,
-    regression_batches,
-    squared_error_sum,
-    two_layers,
-)
+from tests.helpers import CPU, count_rows, regression_batches, squared_error_sum, two_layers
 
 
 def train(model, batches, *, steps=1, rate=0.1, loss_fn=squared_error_sum, **options):

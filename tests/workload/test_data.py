@@ -79,9 +79,8 @@ def test_an_ordinary_text_is_learned_as_a_whole():
     """So its tokens are those of earlier records."""
     documents = islice(data._stdlib_documents(), 100)
     assert all(data.LONG_WORD.split(document) == [document] for document in documents)
-    sentences = (
-        "深度学习是机器学习的分支。" * 200 + "a1" * 2000
-    )  # long without a space, yet many words
+    # long without a space, yet many words
+    sentences = "深度学习是机器学习的分支。" * 200 + "a1" * 2000
     assert data.LONG_WORD.split(sentences) == [sentences]
 
 

@@ -1,5 +1,6 @@
 import math
 import socket
+from functools import partial
 
 import pytest
 import torch
@@ -9,11 +10,10 @@ from transformers import GPT2LMHeadModel
 import labutils as lab
 from labutils.config.card import PrecisionUnsupported
 from labutils.config.choices import CHECKPOINTING
-from labutils.techniques.attention import use_attention
 from labutils.techniques.checkpointing import ATTENTION
 from labutils.techniques.loss import ChunkedLoss
 from labutils.training.run import flops_per_token
-from tests.helpers import CPU, POLICIES, TINY, fill_hub_cache, in_a_process
+from tests.helpers import CPU, POLICIES, TINY, fill_hub_cache, gradient_of, in_a_process
 
 
 def test_a_workload_is_in_training_mode_and_no_precision_is_built_as_another():
@@ -35,7 +35,7 @@ def test_chunked_loss_leaves_loss_and_gradients_unchanged(chunk_tokens, name):
     model = lab.build_model()
     ids = torch.randint(0, 2048, (2, 16))
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, -100)}
-    with lab.autocast(name, torch.device("cpu")):
+    with lab.autocast(name, CPU):
         whole, expected = gradients(model, lab.lm_loss_sum, batch)
         chunked, found = gradients(model, lambda m, b: lab.lm_loss_sum(m, b, chunk_tokens), batch)
     # sums in another order; under autocast each chunk's gradient is rounded to 8 bits before they
@@ -64,31 +64,20 @@ def test_chunked_loss_of_a_frozen_head_has_the_right_gradient_of_the_hidden_stat
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_every_checkpointing_policy_leaves_loss_and_gradients_unchanged(name, dropout):
-    ids = torch.randint(0, 2048, (2, 16))
-    batch = {"input_ids": ids, "labels": ids}
-    results = {}
-    with lab.autocast(name, torch.device("cpu")):
-        for policy in CHECKPOINTING:
-            model = lab.build_model(dropout=dropout, gradient_checkpointing=policy)
-            results[policy] = gradients(model, lab.lm_loss_sum, batch)
-    for policy, (loss, gradient) in results.items():
-        assert loss == results["none"][0], policy
-        assert torch.equal(gradient, results["none"][1]), (
-            policy
-        )  # the random state of dropout is kept too
+def test_every_checkpointing_policy_leaves_gradients_unchanged(name, dropout):
+    gradient = partial(gradient_of, CPU, name, dropout=dropout)
+    plain = gradient()
+    for policy in POLICIES:  # the random state of dropout is kept too
+        assert torch.equal(gradient(gradient_checkpointing=policy), plain), policy
 
 
 def test_selective_keeps_attention_only_where_it_draws_no_random_numbers():
     """A fused kernel that is skipped when a block is computed again would not advance the random
     state.
     """
-    keeps = {
-        p: lab.build_model(dropout=p, gradient_checkpointing="selective").transformer.h.kept
-        for p in (0.0, 0.1)
-    }
-    assert ATTENTION[0] in keeps[0.0]
-    assert ATTENTION[0] not in keeps[0.1]
+    for dropout in (0.0, 0.1):
+        model = lab.build_model(dropout=dropout, gradient_checkpointing="selective")
+        assert (ATTENTION[0] in model.transformer.h.kept) == (dropout == 0.0)
 
 
 SWITCHES = [  # and a kind of padding: all three occur with each kind of switch
@@ -133,19 +122,16 @@ def test_a_pass_reads_no_number_back_from_the_device():
     can fail.
     """
 
-    def reads(kind: str) -> int:
-        model = lab.build_model(attention="eager")
-        if kind == "auto":
-            use_attention(model, kind)
-        else:
-            model.set_attn_implementation(kind)
+    def reads() -> int:
         batch = dict.fromkeys(("input_ids", "labels"), torch.ones(2, 16, dtype=torch.int64))
         with torch.profiler.profile() as profile:
             lab.lm_loss_sum(model, batch, chunk_tokens=16).backward()
         return [event.name for event in profile.events()].count("aten::_local_scalar_dense")
 
-    assert reads("auto") == 0
-    assert reads("sdpa") > 0
+    model = lab.build_model(attention="auto")
+    assert reads() == 0
+    model.set_attn_implementation("sdpa")
+    assert reads() > 0
 
 
 def test_a_padded_vocabulary_counts_in_flops_and_more_positions_can_be_asked_for():
