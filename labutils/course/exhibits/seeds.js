@@ -68,7 +68,7 @@ export function mount(root, data) {
   function showChart(gap) {
     const counts = Array.from({ length: n - 1 }, (_, i) => i + 2);
     const [gaps, last] = [state.step, steps.length - 1].map((step) =>
-      counts.map((n) => gapOf(n, step)).filter((one) => one.n > 1),
+      counts.map((seeds) => ({ seeds, ...gapOf(seeds, step) })).filter((one) => one.n > 1),
     );
     // one scale, now and at the end. Two seeds say so little that their interval may be cut
     const wanted = [...gaps, ...last].flatMap(({ low, high, n, pairs }) =>
@@ -83,13 +83,13 @@ export function mount(root, data) {
     picture.begin({ from: -1.05 * reach, to: 1.05 * reach, ticks: across, title }, up);
     if (!gaps.length) picture.text(0, n / 2, "no two finite pairs", { anchor: "middle" });
     picture.rule({ x: 0 }, { "stroke-dasharray": "3 3" });
-    for (const one of gaps) {
-      const [isHere, row] = [one.n === gap.n, [one.n - 0.3, one.n + 0.3]];
+    for (const { seeds, ...one } of gaps) {
+      const [isHere, row] = [seeds === state.n, [seeds - 0.3, seeds + 0.3]];
       const look = { fill: "var(--sky)", stroke: "currentColor", opacity: isHere ? 1 : 0.35 };
       const cut = [one.low, one.high].map((end) => Math.min(reach, Math.max(-reach, end)));
       picture.bar(cut, row, look);
-      if (one.high > reach) picture.text(reach, one.n, "→", { dx: 3 });
-      if (one.low < -reach) picture.text(-reach, one.n, "←", { dx: -3, anchor: "end" });
+      if (one.high > reach) picture.text(reach, seeds, "→", { dx: 3 });
+      if (one.low < -reach) picture.text(-reach, seeds, "←", { dx: -3, anchor: "end" });
       const middle = row.map((at) => [one.mean, at]);
       picture.line(middle, { "stroke-width": isHere ? 3 : 1.5 });
     }
