@@ -56,7 +56,7 @@ CLAIM = "#9AA5B1"  # what tutorials say: nobody's tensors and no precision
 OTHER = "#D5DBE1"  # the sum of what is not named
 COLORS = (INK, "#C05621", "#5F6C79", "#4D7C0F", "#BE3F7F")  # of lines that are neither
 MARKERS = "osDv^PX*"
-PREDICTED_LINE: Look = {"ls": (0, (3, 2)), "marker": ""}
+PREDICTED_LINE: Look = {"color": MUTED, "ls": (0, (3, 2)), "marker": ""}
 
 
 def use_style() -> None:
@@ -87,11 +87,13 @@ def on_color(color: str) -> str:
 
 def look_of(name: str, position: int) -> Look:
     """Return colour and marker of a line, as arguments of `Axes.plot`: a precision's own, or those
-    of its position. A name that says "predicted" is dashed, without markers.
+    of its position. A name that says "predicted" is dashed and grey, without markers.
     """
+    if "predicted" in name:
+        return PREDICTED_LINE
     usual = COLORS[position % len(COLORS)], MARKERS[position % len(MARKERS)]
     color, marker = PRECISIONS.get(name.lower(), usual)
-    return {"color": color, "marker": marker} | (PREDICTED_LINE if "predicted" in name else {})
+    return {"color": color, "marker": marker}
 
 
 def new_axis(ax: Axes | None, width: float = 7.5, height: float = 3.2, grid: str = "y") -> Axes:

@@ -85,13 +85,13 @@ export function mount(root, data) {
       picture.rule({ y: Math.log2(limit) }, { "stroke-dasharray": "5 4" });
       picture.text(x.from, Math.log2(limit), `limit ${times(limit)}`, { dx: 6, dy: -5 });
     }
-    // near the diagonal: names stand by turns on its two free sides
+    // No curve comes below 1 where a matmul is faster: names stand there, in three rows.
     for (const [i, point] of points.filter(({ step }) => step).entries()) {
-      const { card, product, step } = point;
-      const beside = i % 2 ? { dx: -8, dy: -6, anchor: "end" } : { dx: 7, dy: 15 };
-      const at = [Math.log2(product), Math.log2(step)];
+      const at = [Math.log2(point.product), Math.log2(point.step)];
+      const below = [at[0], -0.35 - 0.5 * (i % 3)];
+      picture.line([at, below], { stroke: "var(--line)" });
       picture.dot(...at, { fill: "var(--sky)", opacity: isHere(point) ? 1 : 0.4 });
-      picture.text(...at, card, beside);
+      picture.text(...below, point.card, { anchor: "middle", dy: 12 });
     }
     const up = Math.log2(amdahl(state.share, state.product));
     const look = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 3 };
