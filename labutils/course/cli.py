@@ -487,8 +487,7 @@ def doctor() -> None:
             f"\nWithout a GPU experiments train a small GPT-2. A step takes {step_ms:.0f} ms now."
         )
         # where 16 bits are slow, notebooks take smaller steps: the ratio stays
-        times = pd.read_csv(REFERENCE_DIR / "notebook_seconds.csv", index_col="notebook")
-        times = times.dropna()  # a card's row has no small step
+        times = pd.read_csv(REFERENCE_DIR / "notebook_seconds.csv", index_col="notebook").dropna()
         minutes = times.seconds * step_ms / times.step_ms / 60
         told = ", ".join(f"{name} {value:.1f}" for name, value in minutes.items())
         print(f"Minutes of Run All, by this step: {told}")

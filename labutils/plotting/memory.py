@@ -43,6 +43,7 @@ def stacked_memory(
     """
     ax = new_axis(ax, height=0.3 * len(peaks) + 1.5, grid="")
     longest = max((sum(parts.values()) for parts in peaks.values()), default=0)
+    at_marks = [n_bytes / MIB for n_bytes in (marks or {}).values() if n_bytes is not None]
     seen: list[dict[str, Rectangle]] = []
     place, ticks, group = 0.0, [], ""
     for label, parts in peaks.items():
@@ -62,13 +63,12 @@ def stacked_memory(
                     seen[-1][category] = bar
         n_digits = 0 if left >= 100 else 1
         total: Look = {"textcoords": "offset points", "va": "center", "zorder": 3}
-        over_marks: Look = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        ax.annotate(f"{left:,.{n_digits}f}", (left, place), (5, 0), bbox=over_marks, **total)
+        beyond = [at for at in at_marks if 0 <= at - left < 0.07 * longest / MIB]
+        end = max([left, *beyond]), place  # a mark is crossed by no number
+        ax.annotate(f"{left:,.{n_digits}f}", end, (5, 0), **total)
         ticks.append((place, name))
-    at_marks = []
     for label, n_bytes in (marks or {}).items():
         if n_bytes is not None:
-            at_marks.append(n_bytes / MIB)
             ax.axvline(n_bytes / MIB, color=INK, ls="--", lw=1.2)
             text: Look = {"textcoords": "offset points", "annotation_clip": False, "color": INK}
             ax.annotate(label, (n_bytes / MIB, 0.35), (3, 2), **text)
@@ -140,10 +140,9 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
         start = segment[0][0] - begin
         end = segment[-1][0] - begin
         ax.axvline(start, color=MUTED, lw=0.8, ls=(0, (2, 2)))
-        if end - start > 0.03 * at[-1]:  # else its name has no room
-            middle = (start + end) / 2
-            over: Look = {"transform": ax.get_xaxis_transform(), "ha": "center", "color": MUTED}
-            ax.text(middle, 0.92, phase, **over)
+        over: Look = {"transform": ax.get_xaxis_transform(), "ha": "center", "color": MUTED}
+        height = 0.92 if end - start > 0.06 * at[-1] else 0.99  # above its neighbours' names
+        ax.text((start + end) / 2, height, phase, **over)
     # room above the peak for its number and for the phases' names
     ax.set(xlim=(0, at[-1]), ylim=(0, 1.28 * top), xticks=[])
     upright_unit(ax, "MiB allocated")

@@ -7,12 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from labutils.plotting.style import (
-    look_of,
-    name_lines,
-    new_axis,
-    upright_unit,
-)
+from labutils.plotting.style import look_of, name_lines, new_axis, upright_unit
 
 
 def curves(

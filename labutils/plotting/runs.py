@@ -8,17 +8,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.ticker import MaxNLocator
 
 from labutils.plotting.memory import stacked_memory
 from labutils.plotting.numbers import curves
-from labutils.plotting.style import (
-    CLAIM,
-    INK,
-    Look,
-    look_of,
-    new_axis,
-)
+from labutils.plotting.style import CLAIM, INK, Look, look_of, new_axis
 from labutils.training.record import RunRecord, labels
 
 
@@ -63,7 +58,7 @@ def _speeds(ax: Axes, rows: pd.DataFrame) -> None:
     """Draw each row's speed as a multiple of its card's first, on a log axis."""
     new_axis(ax, grid="")
     ax.axvspan(2, 3, color=CLAIM, alpha=0.35, lw=0)
-    above: Look = {"ha": "center", "va": "bottom", "weight": "bold"}
+    above: Look = {"ha": "center", "va": "bottom"}
     # 6**0.5 is the middle of 2 and 3 on a log axis
     ax.annotate("“2–3 ×”", (6**0.5, 1), (0, 2), ax.get_xaxis_transform(), "offset points", **above)
     place, ticks = 0.0, {}
@@ -79,8 +74,8 @@ def _speeds(ax: Axes, rows: pd.DataFrame) -> None:
             color, speed = look_of(name, i)["color"], speeds.iloc[i]
             bar: Look = {"color": color}
             if "measured" not in known:
-                # 26 is an opacity of 15 % in hexadecimal
-                bar = {"facecolor": f"{color}26", "edgecolor": color, "linewidth": 1.3}
+                pale = [0.85 + 0.15 * part for part in to_rgb(color)]
+                bar = {"facecolor": pale, "edgecolor": color, "linewidth": 1.3}
             # from 1, not from 0, which a log axis has not: slower points to the left
             ax.barh(place, speed.iloc[0] - 1, 0.75, 1, **bar)
             if "published" in known:

@@ -89,11 +89,9 @@ def look_of(name: str, position: int) -> Look:
     """Return colour and marker of a line, as arguments of `Axes.plot`: a precision's own, or those
     of its position. A name that says "predicted" is dashed and grey, without markers.
     """
-    if "predicted" in name:
-        return PREDICTED_LINE
     usual = COLORS[position % len(COLORS)], MARKERS[position % len(MARKERS)]
     color, marker = PRECISIONS.get(name.lower(), usual)
-    return {"color": color, "marker": marker}
+    return PREDICTED_LINE if "predicted" in name else {"color": color, "marker": marker}
 
 
 def new_axis(ax: Axes | None, width: float = 7.5, height: float = 3.2, grid: str = "y") -> Axes:
@@ -115,7 +113,7 @@ def upright_unit(ax: Axes, unit: str) -> None:
     ax.set_title = partial(ax.set_title, pad=19)  # type: ignore[method-assign]
 
 
-def name_lines(ax: Axes, ends: Sequence[tuple[float, float, str, object]]) -> None:
+def name_lines(ax: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
     """Write names, (x, y, text, colour), beside the ends of lines, on any scale set later.
 
     Names that would cover each other move apart.
@@ -140,7 +138,8 @@ def name_lines(ax: Axes, ends: Sequence[tuple[float, float, str, object]]) -> No
     look: Look = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
     look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.7}
     for i, name in enumerate(names):
-        ax.annotate(name, (0, 0), (7, 0), partial(place, i), color=ends[i][3], **look)
+        color = INK if on_color(ends[i][3]) == INK else ends[i][3]  # pale, it cannot be read
+        ax.annotate(name, (0, 0), (7, 0), partial(place, i), color=color, **look)
 
 
 def key(ax: Axes, names: Sequence[str], colors: Sequence[str], n_columns: int = 4) -> None:

@@ -158,15 +158,15 @@ class Forecast:
             goal = budget_gib
             if not plan.fits(goal):
                 return plan
-        for one in machine.late_bar("does it fit without", taken[::-1]):
+        # in a second round, too: segments that grow may need more where nothing is missing
+        for one in machine.late_bar("does it fit without", 2 * taken[::-1]):
+            rest = [row for row in taken if row is not one]
             fewer = self
-            for changes, cost in taken:
-                if changes is not one[0]:
-                    fewer = fewer.changed(changes, cost)
+            for row in rest:
+                fewer = fewer.changed(*row)
             with suppress(ConfigError):
                 if fewer.fits(goal):
-                    plan = fewer
-                    taken.remove(one)
+                    plan, taken = fewer, rest
         return plan
 
 

@@ -39,7 +39,7 @@ def budget_of(config: lab.Config, share: float) -> float:
     return CONTEXT_GIB + share * (needed_gib(predict_memory(config)) - CONTEXT_GIB)
 
 
-@pytest.mark.parametrize("share", [0.999, 0.6, 0.35])
+@pytest.mark.parametrize("share", [0.999, 0.7, 0.6, 0.35])
 def test_a_plan_fits_keeps_the_tokens_per_step_and_has_no_change_too_many(config, share):
     budget = budget_of(config, share)
     plan = forecast(config).way_out(budget)

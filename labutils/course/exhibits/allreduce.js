@@ -102,7 +102,10 @@ export function sentBytes(n, parameters, format) {
   return ((2 * (n - 1)) / n) * parameters * bytes;
 }
 
-const asBytes = (x) => (x < 1e9 ? `${short(x / 1e6, 3)} MB` : `${short(x / 1e9, 3)} GB`);
+const asBytes = (x) => {
+  const [unit, size] = x < 1e9 ? ["MB", 1e6] : x < 1e12 ? ["GB", 1e9] : ["TB", 1e12];
+  return `${short(x / size, 3)} ${unit}`;
+};
 const asTime = (s) => (s < 1 ? `${short(1000 * s, 3)} ms` : `${short(s, 3)} s`);
 const asCount = (x) => (x < 1e9 ? `${short(x / 1e6, 4)} million` : `${short(x / 1e9, 4)} billion`);
 const asError = (x) => (Number.isFinite(x) ? short(x, 2) : "overflow");

@@ -90,7 +90,7 @@ export function mount(root, data) {
       const at = [Math.log2(point.product), Math.log2(point.step)];
       const below = [at[0], -0.35 - 0.5 * (i % 3)];
       picture.line([at, below], { stroke: "var(--line)" });
-      picture.dot(...at, { fill: "var(--sky)", opacity: isHere(point) ? 1 : 0.4 });
+      picture.dot(...at, { fill: "var(--sky)", opacity: isHere(point) ? 1 : 0.6 });
       picture.text(...below, point.card, { anchor: "middle", dy: 12 });
     }
     const up = Math.log2(amdahl(state.share, state.product));

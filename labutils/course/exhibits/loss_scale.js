@@ -152,7 +152,7 @@ export function mount(root, page) {
       FATES.map((fate) => [NAMES[fate], whole(counts[fate]), percent(counts[fate] / total)]),
     );
     const beyond = counts.inf
-      ? `${whole(counts.inf)} become inf. A scaler would skip this step.`
+      ? `${whole(counts.inf)} become${counts.inf === 1 ? "s" : ""} inf. A scaler would skip this step.`
       : "none becomes inf.";
     const limit =
       overflow <= LARGEST_POWER ? `The largest becomes inf from S = ${powerOf2(overflow)} on.` : "";

@@ -147,7 +147,7 @@ export function mount(root, data) {
 
   function showLine(x, format) {
     const stored = round(x, format);
-    picture.svg.style.display = Number.isFinite(stored) ? "" : "none";
+    picture.svg.style.visibility = Number.isFinite(stored) ? "" : "hidden"; // its room stays
     if (!Number.isFinite(stored)) return;
     const sign = stored < 0 ? -1 : 1;
     const middle = Math.abs(stored);
@@ -158,7 +158,11 @@ export function mount(root, data) {
     picture.begin({ from: -1.5, to: 1.5, ticks }, { from: 0, to: 1 });
     for (const [at] of ticks) picture.rule({ x: at }, { opacity: 0.4 });
     const at = (sign * (Math.abs(x) - middle)) / gap;
-    if (!(Math.abs(at) <= 1)) return;
+    if (!(Math.abs(at) <= 1)) {
+      const words = at > 0 ? "value →" : "← value";
+      picture.text(1.5 * Math.sign(at), 0.6, words, { anchor: at > 0 ? "end" : "start", dy: 0 });
+      return;
+    }
     picture.mark(at, 0, "0,0 -7,-14 7,-14", { fill: "var(--vermilion)" });
     picture.text(at, 0.6, "value", { anchor: "middle", dy: 0 });
   }
@@ -197,8 +201,8 @@ export function mount(root, data) {
     const power = Math.log2(Math.abs(x));
     size.show(power, Number.isFinite(power) ? `2 to the power ${short(power)}` : "no power of two");
     select.show(state.name);
-    exponent.show(format.exponent, `${format.exponent} exponent bits`);
-    mantissa.show(format.mantissa, `${format.mantissa} mantissa bits`);
+    exponent.show(format.exponent, format.exponent);
+    mantissa.show(format.mantissa, format.mantissa);
     hasInf.show(format.has_inf);
     showBits(x, format);
     showLine(x, format);

@@ -149,7 +149,7 @@ export function mount(root, data) {
     const ticks = phases.map((phase, i) => [i + 0.5, phase]);
     // the card stays in the picture, so that a longer bar nears it
     const room = usable(data, state.setting, own.valueAsNumber) * GIB;
-    const reach = 1.15 * Math.max(highest, room > 0 ? room : 0);
+    const reach = 1.15 * Math.max(highest, Math.min(3 * highest, room > 0 ? room : 0));
     const unit = 10 ** Math.floor(Math.log10(reach / GIB));
     const every = reach / GIB < 2 * unit ? unit / 2 : unit;
     const marks = Array.from({ length: 1 + reach / GIB / every }, (_, i) => i * every);
@@ -168,9 +168,11 @@ export function mount(root, data) {
     });
     ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
     if (room > 0) {
-      picture.rule({ x: room }, { stroke: "var(--vermilion)", "stroke-width": 3 });
-      const above = room < reach / 2 ? { dx: 5, dy: -6 } : { dx: -5, dy: -6, anchor: "end" };
-      picture.text(room, phases.length, `room on your card: ${gib(room)}`, above);
+      const at = Math.min(room, reach);
+      if (room < reach) picture.rule({ x: at }, { stroke: "var(--vermilion)", "stroke-width": 3 });
+      const above = at < reach / 2 ? { dx: 5, dy: -6 } : { dx: -5, dy: -6, anchor: "end" };
+      const words = `room on your card: ${gib(room)}${room < reach ? "" : " →"}`;
+      picture.text(at, phases.length, words, above);
     }
   }
 
@@ -179,36 +181,36 @@ export function mount(root, data) {
     const least = needed(data, setting, batch);
     const holding = data.cards.filter(([, memory]) => memory >= least);
     const names = holding.sort(([, a], [, b]) => a - b).map(([name]) => name);
-    const least3 = names.slice(0, 3).join(", ");
     const answer = names.length
-      ? `The smallest that hold it: ${least3}.`
+      ? `The smallest that hold it: ${names.slice(0, 3).join(", ")}.`
       : "No card here holds it.";
-    const isSize = own.valueAsNumber >= 1 && own.valueAsNumber <= 999;
+    const size = own.valueAsNumber;
+    const isSize = size >= 1 && size <= 999;
     own.setAttribute("aria-invalid", !isSize);
-    const isIn = own.valueAsNumber >= least;
     const mine = isSize
-      ? `On yours it ${isIn ? "fits" : "does not fit"}.`
-      : "Write your card's GiB, as 15.5.";
+      ? `On yours it ${size >= least ? "fits" : "does not fit"}.`
+      : "Write its GiB, as 15.5.";
     verdict.textContent =
-      `The run needs a card with ${least.toFixed(1)} GiB, gaps and CUDA's memory included. ` +
+      `The run needs a card of ${least.toFixed(1)} GiB, with gaps and CUDA's memory. ` +
       `${mine} ${answer}`;
     // by size: do all cards of this size hold it?
     const holds = {};
     for (const [, memory] of data.cards) {
-      holds[Math.ceil(memory)] = (holds[Math.ceil(memory)] ?? true) && memory >= least;
+      const gib = Math.ceil(memory);
+      holds[gib] = memory >= least && holds[gib] !== false;
     }
     const sizes = (isIn) =>
       Object.keys(holds)
         .filter((size) => holds[size] === isIn)
         .join(", ");
-    const marked = [`✗ ${sizes(false)}`, `✓ ${sizes(true)}`].filter((text) => text.length > 2);
-    chips.textContent = `${marked.join(" · ")} GiB`;
+    chips.textContent = `GiB that hold it: ${sizes(true) || "–"}. Too small: ${sizes(false) || "–"}.`;
     const results = times(data, setting, batch);
     cards.show(
       data.timed.map((name, i) => {
         const memory = data.cards.find(([card]) => card === name)[1];
-        const title = `${name}, ${memory} GiB${memory < least ? ": too little" : ""}`;
+        const title = `${name}, ${memory} GiB`;
         if (!results[i]) return [title, `no ${setting.precision} hardware`, "–"];
+        if (memory < least) return [title, "too small", "–"];
         const { ms, low, high } = results[i];
         const rate = (1000 * batch * setting.seq_len) / ms;
         return [title, `${round(ms)} ms (${round(low)} to ${round(high)})`, round(rate)];
@@ -225,15 +227,13 @@ export function mount(root, data) {
     const largest = peaks[phase].indexOf(Math.max(...peaks[phase]));
     const share = Math.round((100 * peaks[phase][largest]) / bytes);
     sentence.textContent =
-      `The peak is ${gib(bytes)} GiB, in the ${phase} phase. ` +
+      `The peak ▲: ${gib(bytes)} GiB, in the ${phase} phase. ` +
       `The largest part is ${names[largest]}: ${share} %.`;
     const marked = data.phase_names.map((name) => (name === phase ? `${name}\u00a0▲` : name));
     bytesTable.setHeads(["GiB at the peak of", ...marked]);
-    const rows = swatches.map((title, i) => [
-      title,
-      ...data.phase_names.map((name) => gib(peaks[name][i])),
-    ]);
-    bytesTable.show([...rows, ["sum", ...data.phase_names.map((name) => gib(sum(peaks[name])))]]);
+    const cells = (of) => data.phase_names.map((name) => gib(of(peaks[name])));
+    const rows = swatches.map((title, i) => [title, ...cells((bytes) => bytes[i])]);
+    bytesTable.show([...rows, ["sum", ...cells(sum)]]);
     showCards();
     showFile();
   }
@@ -252,10 +252,9 @@ export function mount(root, data) {
     folded: [
       [
         "How we know",
-        "All is predicted, bytes as on an A100; a step is one micro-batch, without dropout. Batches of " +
-          "1, 8 and 64 were predicted; others lie on straight lines between. Tests find " +
-          "peaks up to 6 % off, cards 12 %, times 8 %. FP16 needs as many bytes as BF16, which " +
-          "a T4 emulates.",
+        "All is predicted, bytes as on an A100; a step is one micro-batch, without dropout. Other " +
+          "batches than 1, 8 and 64 lie on straight lines between. Tests find peaks up to 6 % off, " +
+          "cards 12 %, times 8 %. FP16 needs as many bytes as BF16, which a T4 emulates.",
       ],
     ],
   });

@@ -96,7 +96,7 @@ def html_of(name: str, table: dict, start: dict) -> str:
 
     rules = RULE.sub(needed, read("shared.css"))
     # A colon before a blank belongs to a declaration; one without, as in :hover, to a selector.
-    style = literal(re.sub(r"\s*([{};,]|(?<=[a-z]):(?= ))\s*", r"\1", rules))
+    style = literal(re.sub(r"/\*.*?\*/|\s*([{};,]|(?<=[a-z]):(?= ))\s*", r"\1", rules))
     return f"""<div class="play" data-exhibit="{name}">
 <figure style="margin: 0"><img alt="{finding}" src="{still}"></figure>
 </div>

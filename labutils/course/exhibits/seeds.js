@@ -78,10 +78,10 @@ export function mount(root, data) {
     const unit = 10 ** Math.floor(Math.log10(largest));
     const reach = unit * [1, 2, 5, 10].find((times) => times * unit >= largest);
     const across = [-reach, -reach / 2, 0, reach / 2, reach].map((x) => [x, short(x, 2)]);
-    const title = "difference of losses, nats. Circles: pairs; boxes: 95 % intervals";
+    const title = "difference, nats. Circles: pairs; boxes: 95 %. Clear of 0: told apart";
     const up = { from: n + 0.7, to: 0.2, ticks: counts.map((n) => [n, n]), title: "seeds" };
     picture.begin({ from: -1.05 * reach, to: 1.05 * reach, ticks: across, title }, up);
-    if (!gaps.length) picture.text(0, n / 2, "no two finite pairs", { anchor: "middle" });
+    if (!gaps.length) picture.text(-reach, n / 2 + 0.5, "no two finite pairs", { dy: 0 });
     picture.rule({ x: 0 }, { "stroke-dasharray": "3 3" });
     for (const { seeds, ...one } of gaps) {
       const [isHere, row] = [seeds === state.n, [seeds - 0.3, seeds + 0.3]];
@@ -128,7 +128,7 @@ export function mount(root, data) {
         `Too small to matter: the whole interval lies within ± ${data.worth_telling}. Else larger or ` +
           `smaller, if it leaves out 0. Recorded on ${data.made}. A loss is the ` +
           `mean over the last ${steps[0]} steps, σ the standard deviation between seeds. ` +
-          "Skipped: steps that the scaler left out, the mean of the seeds.",
+          "Skipped: steps that the scaler left out, the mean of the seeds. One scale for all steps.",
       ],
     ],
   });

@@ -213,7 +213,8 @@ export function mount(root, data) {
       .map(({ segment }, i) => [i + 0.5, segment])
       .filter(([, segment], i) => segment && (n - 1 - i) % every === 0);
     const title = "end of forward, then backward from the last segment to the first";
-    const top = 2.5 * game.goal; // stands still, so that a better placement looks lower
+    // stands still, so that a better placement looks lower, but for what is far too high
+    const top = Math.max(2.5 * game.goal, 1.1 * now.peak);
     picture.begin(
       { from: 0, to: n, ticks, title },
       {
@@ -224,12 +225,8 @@ export function mount(root, data) {
       },
     );
     const span = (i) => [i + 0.04, i + 0.96];
-    const cut = (inputs) => Math.min(inputs, top);
-    const below = now.instants.map(({ inputs }, i) => [span(i), [0, cut(inputs)]]);
-    const above = now.instants.map(({ inputs, inside }, i) => [
-      span(i),
-      [inputs, inputs + inside].map(cut),
-    ]);
+    const below = now.instants.map(({ inputs }, i) => [span(i), [0, inputs]]);
+    const above = now.instants.map(({ inputs, inside }, i) => [span(i), [inputs, inputs + inside]]);
     const nKept = state.keep ? 2 : 0; // the end of forward, and backward through the last segment
     picture.bars(below, { fill: "var(--sky)", ...EDGE });
     picture.bars(above.slice(0, nKept), { fill: "var(--orange)", ...EDGE });
@@ -237,9 +234,8 @@ export function mount(root, data) {
     const look = { "stroke-width": 2, "stroke-dasharray": "6 4" };
     picture.rule({ y: game.goal }, { ...look, opacity: 0.5 });
     picture.text(n, game.goal, "reachable", { dx: 5 });
-    picture.rule({ y: cut(now.peak) }, { stroke: "var(--vermilion)", ...look });
-    const words = `${now.peak > top ? "↑ " : ""}peak: ${short(now.peak)} inputs`;
-    picture.text(0, cut(now.peak), words, { dy: -6 });
+    picture.rule({ y: now.peak }, { stroke: "var(--vermilion)", ...look });
+    picture.text(0, now.peak, `peak: ${short(now.peak)} inputs`, { dy: -6 });
   }
 
   function showInstants(now) {

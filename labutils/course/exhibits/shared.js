@@ -5,11 +5,14 @@
 export const MIB = 2 ** 20;
 export const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
 
-// A number with at most so many significant digits, its minus as wide as a plus.
+// A number with at most so many significant digits: a long one as a power of ten.
 export function short(x, digits = 4) {
   if (Number.isNaN(x)) return "NaN";
   if (!Number.isFinite(x)) return x > 0 ? "inf" : "−inf";
-  return String(Number(x.toPrecision(digits))).replace("-", "−");
+  const rounded = Number(x.toPrecision(digits));
+  const size = Math.abs(rounded);
+  const isLong = size >= 1e9 || (size && size < 1e-4);
+  return (isLong ? rounded.toExponential() : `${rounded}`).replace("e+", "e").replaceAll("-", "−");
 }
 
 // never on two lines

@@ -242,7 +242,8 @@ export function mount(root, data) {
     const ticks = ["forward", "loss", "backward", "step"].map((phase) => {
       return [(phases.indexOf(phase) + phases.lastIndexOf(phase)) / 2, phase];
     });
-    const levels = [0, most].map((bytes) => [bytes, Math.round(bytes / MIB)]);
+    const own = Math.max(...book.map(sum));
+    const levels = [0, own].map((bytes) => [bytes, Math.round(bytes / MIB)]);
     course.begin(
       { from: 0, to: book.length, ticks },
       { from: 0, to: most, ticks: levels, title: "MiB" },
@@ -251,6 +252,10 @@ export function mount(root, data) {
     const shares = book.map((bytes) => seen.map((g) => bytes[g]));
     const looks = seen.map((g) => fills[groups[g]]);
     stack(course, shares, looks);
+    for (const phase of ["loss", "backward", "optimizer"]) {
+      const begins = runs[state.name].moments.findIndex(([line]) => line === phase);
+      if (begins > 0) course.rule({ x: begins }, { opacity: 0.3 });
+    }
   }
 
   function showRows() {
@@ -308,7 +313,7 @@ export function mount(root, data) {
       paragraph(moment.element),
       places,
     ],
-    picture: [course.svg, reason, sentence],
+    picture: [course.svg, make("div", { class: "steady" }, reason, sentence)],
     numbers: [code, rows.element, copiesText],
     folded: [
       [

@@ -156,14 +156,13 @@ export function mount(root, data) {
     moment.limit(split.length - 1);
     bytes.setHeads(["at this moment, MiB", splitName(), wholeName()]);
     const alone = highest(frames(film, 1, state.m));
-    const shares =
-      state.n === 1
-        ? "One micro-batch is the whole batch."
-        : `So ${splitName()} needs ${percent(ours / theirs)} of the peak of the whole batch, and ` +
-          `${percent(ours / alone)} of that of one micro-batch alone.`;
     peaks.textContent =
-      `Peaks: ${splitName()}: ${mib(ours)} MiB, ${wholeName()}: ${mib(theirs)} MiB, ` +
-      `1 × ${state.m}: ${mib(alone)} MiB. ${shares}`;
+      state.n === 1
+        ? `One micro-batch is the whole batch, with a peak of ${mib(ours)} MiB.`
+        : `Peaks: ${splitName()}: ${mib(ours)} MiB, ${wholeName()}: ${mib(theirs)} MiB, ` +
+          `1 × ${state.m}: ${mib(alone)} MiB. So ${splitName()} needs ${percent(ours / theirs)} ` +
+          `of the peak of the whole batch, and ${percent(ours / alone)} of that of one ` +
+          "micro-batch alone.";
   }
 
   function showMoment() {
