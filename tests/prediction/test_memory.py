@@ -55,6 +55,7 @@ NANO = {"model": "gpt2-nano", "seq_len": 128, "micro_batch_size": 4, "tokens_per
 SHAPE = {"seq_len": 512, "micro_batch_size": 2, "tokens_per_step": 1024}
 SAME_BYTES = partial(pytest.approx, rel=0.005)
 OLD = torch.__version__ < "2.12"
+NEW = torch.__version__ > "2.15"  # a kernel that keeps no scores also for shared keys
 
 
 def measured_second_step(model, optimizer, micro_batches, loss_fn, **how):
@@ -263,9 +264,9 @@ def test_what_cannot_be_predicted_is_said_with_its_line(loss_fn, optimizer, word
 @pytest.mark.parametrize(
     ("module", "card", "precision", "n_bytes"),  # read off torch's CUDA allocator, without a card
     [
-        ("shared keys", "h200", "fp32", 289440768),
+        ("shared keys", "h200", "fp32", 136612864 if NEW else 289440768),
         ("shared keys", "h200", "bf16", 124683264),
-        ("shared keys", "t4", "fp16", 238584832),
+        ("shared keys", "t4", "fp16", 74613760 if NEW else 238584832),
         ("cross entropy", "h200", "fp32", 221337088),
         ("cross entropy", "h200", "bf16", 202454528 if OLD else 198260224),
         ("cross entropy", "t4", "fp16", 146101760 if OLD else 141907456),
@@ -281,11 +282,11 @@ def test_what_only_cuda_has_kernels_for_takes_what_its_allocator_gave(
 
 
 # By transformers' version: bytes in fp32 and bf16, read off torch's CUDA allocator, without a card.
-# With torch 2.11 and 2.13 they are the same.
+# With torch 2.11 and 2.13 they are the same; 2.15 was read with the newest alone.
 EXPERTS = {
     "5.17": {"fp32": 153113088, "bf16": 141130752},
     "5.23": {"fp32": 152814080, "bf16": 141110784},
-    "5.24": {"fp32": 152814080, "bf16": 140093952},
+    "5.24": {"fp32": 142453248 if NEW else 152814080, "bf16": 140093952},
 }
 
 
