@@ -385,8 +385,8 @@ def _budget(config: Config, card: Card, gib: float | None) -> tuple[float | None
         return gib, f"{gib} GiB"
     limit = config.memory_limit_gib + CONTEXT_GIB
     if config.memory_limit_gib and limit < card.memory_gib:
-        return limit, f"the config's memory_limit_gib, {limit:g} GiB with what CUDA takes"
-    return card.memory_gib, f"{card.name}, {card.memory_gib:g} GiB"
+        return limit, f"the config's memory_limit_gib, {limit:.4g} GiB with what CUDA takes"
+    return card.memory_gib, f"{card.name}, {card.memory_gib:.4g} GiB"
 
 
 def _fits(method: str, needed_gib: float, budget_gib: float | None) -> bool | None:

@@ -54,8 +54,7 @@ LEAN = {"optimizer": "adamw_8bit", "activation": "gelu_tanh", "max_grad_norm": 0
 NANO = {"model": "gpt2-nano", "seq_len": 128, "micro_batch_size": 4, "tokens_per_step": 1024}
 SHAPE = {"seq_len": 512, "micro_batch_size": 2, "tokens_per_step": 1024}
 SAME_BYTES = partial(pytest.approx, rel=0.005)
-OLD = torch.__version__ < "2.12"
-NEW = torch.__version__ > "2.15"  # a kernel that keeps no scores also for shared keys
+OLD, NEW = torch.__version__ < "2.12", torch.__version__ > "2.15"
 
 
 def measured_second_step(model, optimizer, micro_batches, loss_fn, **how):
