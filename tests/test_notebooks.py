@@ -188,7 +188,7 @@ def test_colab_opens_a_notebook_with_a_gpu_and_shows_its_pictures(name):
 
 def test_colab_has_a_torch_and_a_python_that_the_course_takes():
     readme = (REPO / "README.md").read_text(encoding="utf-8")
-    there = re.search(r"Colab\s+has \(in \w+ 20\d\d Python (\d+\.\d+), torch (\d+\.\d+)\)", readme)
+    there = re.search(r"Colab's\s+\(in \w+ 20\d\d Python (\d+\.\d+), torch (\d+\.\d+)\)", readme)
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert there[1] in SpecifierSet(project["requires-python"])
     [torch] = [one for one in map(Requirement, project["dependencies"]) if one.name == "torch"]
