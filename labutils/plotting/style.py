@@ -91,7 +91,7 @@ def look_of(name: str, position: int) -> Look:
     """
     usual = COLORS[position % len(COLORS)], MARKERS[position % len(MARKERS)]
     color, marker = PRECISIONS.get(name.lower(), usual)
-    return PREDICTED_LINE if "predicted" in name else {"color": color, "marker": marker}
+    return {"color": color, "marker": marker} | (PREDICTED_LINE if "predicted" in name else {})
 
 
 def new_axis(ax: Axes | None, width: float = 7.5, height: float = 3.2, grid: str = "y") -> Axes:

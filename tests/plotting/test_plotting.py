@@ -99,12 +99,8 @@ def run(name: str, ms: float | None) -> SimpleNamespace:
 def test_speed_and_memory_stand_beside_the_claim_without_what_did_not_train():
     runs = [run("fp32", 20.0), run("bf16", 5.0), run("tf32", None)]
     columns = ["card", "precision", "measured", "predicted", "published"]
-    rows = [
-        ("H100", "fp32", 8.0, None, None),
-        ("H100", "tf32", 4.0, None, None),
-        ("T4", "fp32", None, 4.0, 3.0),
-        ("T4", "fp16", None, 2.0, 1.0),
-    ]
+    rows = [("H100", "fp32", 8.0, None, None), ("H100", "tf32", 4.0, None, None)]
+    rows += [("T4", "fp32", None, 4.0, 3.0), ("T4", "fp16", None, 2.0, 1.0)]
     speeds, peaks = plotting.speed_and_memory(runs, pd.DataFrame(rows, columns=columns))
     assert words(peaks.get_yticklabels()) == ["fp32", "bf16"]
     claim, *bars = speeds.patches
@@ -155,6 +151,9 @@ def test_names_at_the_ends_of_lines_do_not_cover_each_other():
     assert sorted(names, key=lambda name: names[name].y0) == list("abcd")
     assert all(low.y1 <= high.y0 for low, high in pairwise(names[name] for name in "abcd"))
     assert names["a"].y0 < ax.transData.transform((2, 2))[1] < names["d"].y1
+    few, many = ({"predicted": dict.fromkeys(range(n), 1.0)} for n in (3, 9))
+    markers = [plotting.curves(lines, "x", "y").lines[0].get_marker() for lines in (few, many)]
+    assert markers == ["o", ""]  # few points are points
 
 
 def test_groups_have_a_headline_and_a_category_without_room_is_in_the_key():
