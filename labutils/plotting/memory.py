@@ -142,6 +142,7 @@ def timeline(ledger: MemoryLedger, ax: Axes | None = None) -> Axes:
         ax.axvline(start, color=MUTED, lw=0.8, ls=(0, (2, 2)))
         over: Look = {"transform": ax.get_xaxis_transform(), "ha": "center", "color": MUTED}
         height = 0.92 if end - start > 0.06 * at[-1] else 0.97  # above its neighbours' names
+        over["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         ax.text((start + end) / 2, height, phase, **over)
     # room above the peak for its number and for the phases' names
     ax.set(xlim=(0, at[-1]), ylim=(0, 1.28 * top), xticks=[])

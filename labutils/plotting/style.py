@@ -138,8 +138,9 @@ def name_lines(ax: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
     look: Look = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
     look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.7}
     for i, name in enumerate(names):
-        color = INK if on_color(ends[i][3]) == INK else ends[i][3]  # pale, it cannot be read
-        ax.annotate(name, (0, 0), (7, 0), partial(place, i), color=color, **look)
+        darker = 0.65 if on_color(ends[i][3]) == INK else 1.0  # pale, it could not be read
+        look["color"] = [darker * part for part in to_rgb(ends[i][3])]
+        ax.annotate(name, (0, 0), (7, 0), partial(place, i), **look)
 
 
 def key(ax: Axes, names: Sequence[str], colors: Sequence[str], n_columns: int = 4) -> None:

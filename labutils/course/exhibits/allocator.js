@@ -432,7 +432,7 @@ export function mount(root, data) {
   function showChart(after) {
     const n = Math.max(after.length, 1);
     const ticks = [0, state.limit].map((x) => [x, x]);
-    const title = "events. Blue: allocated; dashed: reserved";
+    const title = "events. Blue: allocated; dashed: reserved; ✗: out of memory";
     picture.begin(
       { from: 0, to: n, title },
       { from: 0, to: 1.15 * state.limit, ticks, title: "MiB" },
@@ -466,7 +466,8 @@ export function mount(root, data) {
     const answer = how.hole
       ? `would take a hole of ${mib(how.hole)} MiB.`
       : `would find no hole that is large enough. ${mib(before.reserved - before.allocated)} MiB ` +
-        `are free, but reserved would go from ${mib(before.reserved)} to ${mib(cache.reserved)} MiB.`;
+        `are free, but reserved would go from ${mib(before.reserved)} to ${mib(cache.reserved)} MiB` +
+        (how.retried ? ", after the cache is emptied." : ".");
     const verdict = failed ? "would run out of memory." : answer;
     next.textContent = `A request of ${mib(bytes)} MiB now ${verdict}`;
   }

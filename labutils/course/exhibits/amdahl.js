@@ -85,6 +85,9 @@ export function mount(root, data) {
       picture.rule({ y: Math.log2(limit) }, { "stroke-dasharray": "5 4" });
       picture.text(x.from, Math.log2(limit), `limit ${times(limit)}`, { dx: 6, dy: -5 });
     }
+    const up = Math.log2(amdahl(state.share, state.product));
+    const look = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 3 };
+    if (isShown(up)) picture.mark(Math.log2(state.product), up, DIAMOND, look);
     // No curve comes below 1 where a matmul is faster: names stand there, in three rows.
     for (const [i, point] of points.filter(({ step }) => step).entries()) {
       const at = [Math.log2(point.product), Math.log2(point.step)];
@@ -93,9 +96,6 @@ export function mount(root, data) {
       picture.dot(...at, { fill: "var(--sky)", opacity: isHere(point) ? 1 : 0.6 });
       picture.text(...below, point.card, { anchor: "middle", dy: 12 });
     }
-    const up = Math.log2(amdahl(state.share, state.product));
-    const look = { fill: "none", stroke: "var(--vermilion)", "stroke-width": 3 };
-    if (isShown(up)) picture.mark(Math.log2(state.product), up, DIAMOND, look);
   }
 
   function show() {

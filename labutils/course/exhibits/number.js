@@ -159,9 +159,8 @@ export function mount(root, data) {
     for (const [at] of ticks) picture.rule({ x: at }, { opacity: 0.4 });
     const at = (sign * (Math.abs(x) - middle)) / gap;
     if (!(Math.abs(at) <= 1)) {
-      const words = at > 0 ? "value →" : "← value";
-      picture.text(1.5 * Math.sign(at), 0.6, words, { anchor: at > 0 ? "end" : "start", dy: 0 });
-      return;
+      const [words, anchor] = at > 0 ? ["value →", "end"] : ["← value", "start"];
+      return picture.text(1.5 * Math.sign(at), 0.6, words, { anchor, dy: 0 });
     }
     picture.mark(at, 0, "0,0 -7,-14 7,-14", { fill: "var(--vermilion)" });
     picture.text(at, 0.6, "value", { anchor: "middle", dy: 0 });

@@ -126,7 +126,7 @@ export function mount(root, data) {
     state.batch = n;
     show();
   });
-  const picture = chart("GiB at the peak of each phase", { height: 250, left: 84, bottom: 40 });
+  const picture = chart("GiB at the peak of each phase", { height: 250, left: 124, bottom: 40 });
   const fills = data.looks.map(([, colour, hatch]) => pattern(picture.svg, colour, hatch));
   const own = make("input", { type: "number", min: 1, max: 999, step: "any" });
   own.value = 16;
@@ -146,7 +146,7 @@ export function mount(root, data) {
   function showBars(peaks, highest) {
     // the first one at the top
     const phases = [...data.phase_names].reverse();
-    const ticks = phases.map((phase, i) => [i + 0.5, phase]);
+    const ticks = phases.map((phase, i) => [i + 0.5, `${phase} ${gib(sum(peaks[phase]))}`]);
     // the card stays in the picture, so that a longer bar nears it
     const room = usable(data, state.setting, own.valueAsNumber) * GIB;
     const reach = 1.15 * Math.max(highest, Math.min(3 * highest, room > 0 ? room : 0));
@@ -166,7 +166,6 @@ export function mount(root, data) {
       });
       picture.bars(boxes, { fill, ...EDGE });
     });
-    ends.forEach((end, row) => picture.text(end, row + 0.5, gib(end), { dx: 4 }));
     if (room > 0) {
       const at = Math.min(room, reach);
       if (room < reach) picture.rule({ x: at }, { stroke: "var(--vermilion)", "stroke-width": 3 });
@@ -191,7 +190,7 @@ export function mount(root, data) {
       ? `On yours it ${size >= least ? "fits" : "does not fit"}.`
       : "Write its GiB, as 15.5.";
     verdict.textContent =
-      `The run needs a card of ${least.toFixed(1)} GiB, with gaps and CUDA's memory. ` +
+      `The run needs a card of ${(Math.ceil(10 * least) / 10).toFixed(1)} GiB, with gaps and CUDA's memory. ` +
       `${mine} ${answer}`;
     // by size: do all cards of this size hold it?
     const holds = {};
@@ -254,7 +253,7 @@ export function mount(root, data) {
         "How we know",
         "All is predicted, bytes as on an A100; a step is one micro-batch, without dropout. Other " +
           "batches than 1, 8 and 64 lie on straight lines between. Tests find peaks up to 6 % off, " +
-          "cards 12 %, times 8 %. FP16 needs as many bytes as BF16, which a T4 emulates.",
+          "cards 12 %, times 8 %. Equal times: the host sets them. FP16 needs as many bytes as BF16, which a T4 emulates.",
       ],
     ],
   });

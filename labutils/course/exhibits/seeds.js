@@ -89,7 +89,7 @@ export function mount(root, data) {
       const cut = [one.low, one.high].map((end) => Math.min(reach, Math.max(-reach, end)));
       picture.bar(cut, row, look);
       if (one.high > reach) picture.text(reach, seeds, "→", { dx: 3 });
-      if (one.low < -reach) picture.text(-reach, seeds, "←", { dx: -3, anchor: "end" });
+      if (one.low < -reach) picture.text(-reach, seeds, "←", { dx: 2 });
       const middle = row.map((at) => [one.mean, at]);
       picture.line(middle, { "stroke-width": isHere ? 3 : 1.5 });
     }
@@ -107,7 +107,7 @@ export function mount(root, data) {
     const names = `${data.arms[state.other]} minus ${data.arms[state.base]}`;
     const numbers =
       gap.n < 2
-        ? `${CANNOT_TELL}. Only ${gap.n} of ${state.n} pairs have finite losses`
+        ? `${CANNOT_TELL}. ${gap.n ? "Only one" : "None"} of ${state.n} pairs has finite losses`
         : `${short(gap.mean, 3)}, 95 % interval ${short(gap.low, 3)} to ${short(gap.high, 3)}, ` +
           `${gap.n} pairs: ${verdict(gap, data.worth_telling)}`;
     sentence.textContent = `${names}: ${numbers}.`;

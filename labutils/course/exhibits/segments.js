@@ -147,7 +147,7 @@ export function mount(root, data) {
   const facts = table(["of this placement", "value"]);
   const verdict = paragraph();
   const instants = table(["instant", "layers", "inputs alive", "inside layers", "together"]);
-  const folded = details("every instant as a table", instants.element);
+  const folded = details("Every instant as a table", instants.element);
   folded.ontoggle = () => show();
 
   // Boxes of layers, and between them the buttons; only those that L changes are made or removed.
@@ -213,8 +213,7 @@ export function mount(root, data) {
       .map(({ segment }, i) => [i + 0.5, segment])
       .filter(([, segment], i) => segment && (n - 1 - i) % every === 0);
     const title = "end of forward, then backward from the last segment to the first";
-    // stands still, so that a better placement looks lower, but for what is far too high
-    const top = Math.max(2.5 * game.goal, 1.1 * now.peak);
+    const top = Math.max(2.5 * game.goal, 1.1 * now.peak); // stands still, but for the worst
     picture.begin(
       { from: 0, to: n, ticks, title },
       {

@@ -151,7 +151,7 @@ export function swatch(colour, hatch) {
   return box;
 }
 
-export const CURSOR = { "stroke-width": 1.5 }; // thin: the peak below it is seen
+export const CURSOR = { "stroke-width": 1 }; // thin: the peak below it is seen
 export const EDGE = { stroke: "currentColor", "stroke-width": 0.6 };
 
 // Axes and what is drawn on them, in the units of the numbers. Each `begin` clears it and takes

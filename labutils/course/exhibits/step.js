@@ -242,8 +242,7 @@ export function mount(root, data) {
     const ticks = ["forward", "loss", "backward", "step"].map((phase) => {
       return [(phases.indexOf(phase) + phases.lastIndexOf(phase)) / 2, phase];
     });
-    const own = Math.max(...book.map(sum));
-    const levels = [0, own].map((bytes) => [bytes, Math.round(bytes / MIB)]);
+    const levels = [0, Math.max(...book.map(sum))].map((bytes) => [bytes, Math.round(bytes / MIB)]);
     course.begin(
       { from: 0, to: book.length, ticks },
       { from: 0, to: most, ticks: levels, title: "MiB" },

@@ -213,7 +213,7 @@ export function mount(root, data) {
     bottom: 24,
   });
   const wrongFill = pattern(weights.svg, "var(--vermilion)", "//");
-  const tokens = table(["micro-batch", "targets", "right", "by mean of means", "ratio"]);
+  const tokens = table(["micro-batch", "targets", "correct", "by mean of means", "ratio"]);
   const error = paragraph();
 
   function showWeights() {
@@ -225,7 +225,9 @@ export function mount(root, data) {
     const ticks = wrong.map((_, i) => [i + 0.5, `micro-batch ${i + 1}`]);
     const levels = [0, largest].map((weight) => [weight, percent(weight)]);
     weights.begin({ from: 0, to: wrong.length, ticks }, { from: 0, to: largest, ticks: levels });
-    weights.text(0, largest, "weight of a token. Left: right; hatched: mean of means", { dy: -10 });
+    weights.text(0, largest, "weight of a token. Grey: correct; hatched: mean of means", {
+      dy: -10,
+    });
     wrong.forEach((weight, i) => {
       weights.bar([i + 0.15, i + 0.48], [0, right], { fill: "#7b8794", ...EDGE });
       weights.bar([i + 0.52, i + 0.85], [0, weight], { fill: wrongFill, ...EDGE });
